@@ -1,0 +1,190 @@
+"""What the profiler measured: one model on one machine. Times are seconds, sizes are bytes."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .hardware import Hardware, MachineState, Software
+
+if TYPE_CHECKING:
+    import pandas
+
+# History: 1 = first version.
+PROFILE_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Series:
+    """Repeated measurements of one quantity, warm-ups excluded, in the order they were taken."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def mad(self) -> float:
+        """Median absolute deviation, in the unit of the samples."""
+        centre = self.median
+        return statistics.median(abs(sample - centre) for sample in self.samples)
+
+    @property
+    def is_noisy(self) -> bool:
+        """MAD above 10 % of the median."""
+        return self.mad > 0.10 * abs(self.median)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A GGUF model. `fingerprint` hashes graph-shaping metadata and the tensor table, not the weights."""
+
+    name: str
+    architecture: str
+    fingerprint: str
+    file_name: str  # of the first shard, without its folder
+    file_bytes: int  # all shards
+    n_layers: int
+    n_embd: int
+    n_context_train: int
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """One weight tensor as llama.cpp's graph uses it, in order of first use.
+
+    `shape` is ggml's `ne`, innermost first. `inputs` are indices (into the profile's tuple) of the nearest
+    earlier weights whose results this one depends on. Activation sizes are for one token.
+    """
+
+    name: str
+    op: str  # "MUL_MAT", "MUL_MAT_ID", "GET_ROWS", "MUL", "ADD", ...
+    type: str  # ggml's name: "q4_K", "f32"
+    shape: tuple[int, ...]
+    size_bytes: int
+    input_bytes: int
+    output_bytes: int
+    inputs: tuple[int, ...] = ()
+    n_experts_used: int = 0  # MUL_MAT_ID only
+    is_input: bool = False  # read by rows at the start of the graph; llama.cpp keeps it in host memory
+
+
+@dataclass(frozen=True)
+class KernelTiming:
+    """Execution time of one (op, type, shape) on one device. For the GPU n_threads = 0."""
+
+    op: str
+    type: str
+    shape: tuple[int, ...]
+    n_experts_used: int
+    device: str  # "cpu" | "gpu"
+    n_tokens: int
+    n_threads: int
+    seconds: Series
+
+
+@dataclass(frozen=True)
+class GlueTiming:
+    """GPU time of the nodes without weights (attention, norms, rope, ...) of a whole graph."""
+
+    n_tokens: int
+    n_context: int
+    seconds: Series
+
+
+@dataclass(frozen=True)
+class LinkTiming:
+    direction: str  # "h2d" | "d2h"
+    pinned: bool
+    size_bytes: int
+    seconds: Series
+
+
+@dataclass(frozen=True)
+class CrossingTiming:
+    """GPU -> CPU -> GPU round trip with an activation of `activation_bytes` each way and a trivial CPU graph."""
+
+    n_threads: int
+    activation_bytes: int
+    seconds: Series
+
+
+@dataclass(frozen=True)
+class Contention:
+    """Rates in bytes per second, alone and while the other side is busy."""
+
+    n_threads: int
+    cpu_alone: float
+    cpu_while_link_busy: float
+    link_alone: float
+    link_while_cpu_busy: float
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """llama.cpp's own accounting for one setting, with every layer offloaded. Bytes on the device, except `host_`."""
+
+    n_context: int
+    n_ubatch: int
+    type_k: str
+    type_v: str
+    flash_attention: bool
+    context_bytes: int  # KV cache and recurrent state
+    compute_bytes: int
+    host_compute_bytes: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    model: ModelInfo
+    hardware: Hardware
+    software: Software
+    state: MachineState
+    n_context: int
+    n_ubatch: int
+    is_simulated: bool  # the GPU side was the sim device: timings say nothing about a real GPU
+    weights: tuple[WeightUse, ...]
+    kernels: tuple[KernelTiming, ...]
+    glue: tuple[GlueTiming, ...]
+    link: tuple[LinkTiming, ...]
+    crossings: tuple[CrossingTiming, ...]
+    contention: tuple[Contention, ...]
+    memory: tuple[MemoryCase, ...]
+    device_overhead_bytes: int  # driver context, kernels, scratch pools: used on the card beyond llama.cpp's accounting
+    notes: tuple[str, ...] = field(default=())  # flagged series and other warnings
+    schema_version: int = PROFILE_SCHEMA_VERSION
+
+    @property
+    def thread_counts(self) -> tuple[int, ...]:
+        return tuple(sorted({timing.n_threads for timing in self.kernels if timing.device == "cpu"}))
+
+    def kernel_seconds(self, weight: WeightUse, device: str, n_tokens: int, n_threads: int = 0) -> float:
+        """Return the median seconds of `weight` on `device` ("cpu" or "gpu"). Raises KeyError if not measured."""
+        key = (weight.op, weight.type, weight.shape, weight.n_experts_used, device, n_tokens, n_threads)
+        for timing in self.kernels:
+            if key == (
+                timing.op, timing.type, timing.shape, timing.n_experts_used,
+                timing.device, timing.n_tokens, timing.n_threads,
+            ):  # fmt: skip
+                return timing.seconds.median
+        raise KeyError(key)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Return one row per weight: name, op, type, bytes, and a column of seconds per device, tokens and threads."""
+        import pandas
+
+        rows = []
+        for weight in self.weights:
+            row: dict[str, object] = {
+                "name": weight.name, "op": weight.op, "type": weight.type, "size_bytes": weight.size_bytes,
+            }  # fmt: skip
+            for timing in self.kernels:
+                if (weight.op, weight.type, weight.shape, weight.n_experts_used) == (
+                    timing.op, timing.type, timing.shape, timing.n_experts_used,
+                ):  # fmt: skip
+                    threads = f"_{timing.n_threads}_threads" if timing.device == "cpu" else ""
+                    row[f"{timing.device}_{timing.n_tokens}_tokens{threads}_seconds"] = timing.seconds.median
+            rows.append(row)
+        return pandas.DataFrame(rows)

@@ -1,0 +1,87 @@
+"""The plan: where every weight lives and where it is computed, and what that was predicted to cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .hardware import Hardware, Software
+from .measurements import ModelInfo
+from .workload import Workload
+
+# History: 1 = first version.
+PLAN_SCHEMA_VERSION = 1
+
+WeightClass = Literal["gpu", "stream", "cpu"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One weight's class while decoding and while processing a prompt.
+
+    `gpu` is resident in VRAM in both phases. A host weight is `stream` (copied to VRAM ahead of each use)
+    or `cpu` (computed in place), independently per phase.
+    """
+
+    name: str
+    size_bytes: int
+    decode: WeightClass
+    prefill: WeightClass
+
+    @property
+    def is_resident(self) -> bool:
+        return self.decode == "gpu"
+
+
+@dataclass(frozen=True)
+class VramBudget:
+    """Where the budget goes, in bytes. The parts and `idle_bytes` add up to `budget_bytes`."""
+
+    budget_bytes: int
+    weights_bytes: int
+    context_bytes: int
+    compute_bytes: int
+    ring_bytes: int
+    overhead_bytes: int
+    margin_bytes: int
+    idle_bytes: int
+
+
+@dataclass(frozen=True)
+class SolverReport:
+    """How the placement was found. Seconds per decoded token; `bound_seconds` is a proven lower bound."""
+
+    objective: str  # "paper" | "joint"
+    status: str  # "optimal" | "feasible"
+    value_seconds: float
+    bound_seconds: float
+    solve_seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    decode_seconds_per_token: float
+    prefill_seconds: float  # for the workload's prompt
+    decode_link_bytes_per_token: int
+    prefill_link_bytes_per_ubatch: int
+    peak_vram_bytes: int
+    decode_cpu_busy_seconds: float
+    decode_gpu_busy_seconds: float
+    decode_link_busy_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    model: ModelInfo
+    hardware: Hardware
+    software: Software
+    workload: Workload  # n_threads and n_ubatch are resolved here
+    device: str  # "cuda0" | "sim"
+    vram: VramBudget
+    prefill_min_tokens: int  # batches of at least this many tokens use the prefill classes
+    placements: tuple[Placement, ...]  # every weight of the model, in order of first use
+    solver: SolverReport
+    prediction: Prediction
+    is_simulated: bool
+    notes: tuple[str, ...] = ()
+    schema_version: int = PLAN_SCHEMA_VERSION

@@ -1,0 +1,135 @@
+// C API of the native helper: a ggml backend plug-in with one hybrid device, plus inspection and micro-benchmarks.
+//
+// The library is loaded through ggml_backend_load(), which registers two devices:
+//   ATS0     the hybrid device. Its default buffer type is the inner GPU's, its host buffer type the pinned one.
+//   ATSHOST  computes nothing; its default buffer type is the pinned host type, which makes that type addressable.
+// The inner GPU is chosen by the environment variable ATSPLAN_DEVICE ("CUDA0", "sim", ...) at load time.
+//
+// Functions return 0 on success and -1 on failure; ats_last_error() then tells why (per thread, valid until the
+// next call). Times are nanoseconds, sizes bytes. Nothing here throws or aborts on bad arguments.
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#define ATS_API_VERSION 1
+
+#define ATS_EXPORT __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct llama_context;
+
+ATS_EXPORT int          ats_api_version(void);
+ATS_EXPORT const char * ats_build_stamp(void); // the string the build passed in: versions and source hash
+ATS_EXPORT const char * ats_last_error(void);
+
+// ---- placement -----------------------------------------------------------------------------------------------
+
+enum ats_class { ATS_GPU = 0, ATS_STREAM = 1, ATS_CPU = 2 };
+
+// Set the classes of host-resident weights, by exact tensor name. Replaces all earlier settings; takes effect with
+// the next graph. Weights that are not named are computed on the CPU in decode and streamed in prefill.
+// Fails, changing nothing, if a class is not ATS_STREAM or ATS_CPU.
+ATS_EXPORT int ats_set_classes(const char * const * names, const int32_t * decode, const int32_t * prefill, int32_t n);
+
+// Options by name: "ring_bytes" (0 = as small as possible), "prefill_min_tokens", "prefetch" (0|1), "zero_copy" (0|1),
+// "early_launch" (0|1), "statistics" (0|1).
+ATS_EXPORT int ats_set_option(const char * name, int64_t value);
+ATS_EXPORT int ats_get_option(const char * name, int64_t * value);
+
+// Free VRAM that the device holds between graphs (ring) and bring it back with the next graph. Call when idle.
+ATS_EXPORT int ats_release_memory(void);
+
+struct ats_statistics {
+    int64_t n_graphs;          // rounds since the last reset, graphs without host weights included
+    int64_t n_compiles;        // times a list of steps was compiled
+    int64_t total_ns;          // inside graph_compute
+    int64_t cpu_ns;            // computing on the CPU
+    int64_t wait_gpu_ns;       // host thread waiting for a GPU result that the CPU needs
+    int64_t launch_ns;         // handing work to the GPU
+    int64_t copy_issue_ns;     // handing weight copies to the transfer stream
+    int64_t streamed_bytes;    // weights
+    int64_t activation_bytes;  // both directions
+    int64_t n_cpu_steps;
+    int64_t n_gpu_steps;
+    int64_t n_streamed;
+    int64_t n_slot_stalls;     // a copy could not be issued when it was first wanted: its ring slot was still in use
+    int64_t link_busy_ns;      // time the transfer stream spent copying; 0 where it cannot be measured
+    int64_t ring_bytes;        // VRAM held by the ring now
+    int64_t pinned_bytes;      // pinned host memory held for activations now
+};
+ATS_EXPORT int ats_get_statistics(struct ats_statistics * out, bool reset);
+
+// ---- inspection ----------------------------------------------------------------------------------------------
+
+struct ats_weight_use {
+    const char * name;
+    const char * op;
+    const char * type;
+    int64_t      shape[4];
+    int64_t      size_bytes;
+    int64_t      input_bytes;     // the activation operand, for the whole batch
+    int64_t      output_bytes;
+    int32_t      n_experts_used;  // MUL_MAT_ID only
+    bool         is_input;        // GET_ROWS by token ids
+    int32_t      node;            // index of the node
+    int32_t      inputs[8];       // indices into the emitted sequence; -1 ends the list
+};
+typedef void (*ats_weight_callback)(void * user, const struct ats_weight_use * use);
+
+// Build the graph for n_tokens and call back for every weight operand, in execution order. No weights are touched.
+ATS_EXPORT int ats_trace_weights(struct llama_context * context, uint32_t n_tokens, ats_weight_callback callback, void * user);
+
+struct ats_memory {
+    const char * buffer_type;
+    bool         is_host;
+    int64_t      model_bytes, context_bytes, compute_bytes;
+};
+typedef void (*ats_memory_callback)(void * user, const struct ats_memory * memory);
+ATS_EXPORT int ats_memory_breakdown(struct llama_context * context, ats_memory_callback callback, void * user);
+
+// Call back with (name, buffer type name) of every model weight that the current graph uses: where each one landed.
+typedef void (*ats_location_callback)(void * user, const char * name, const char * buffer_type, bool is_host);
+ATS_EXPORT int ats_weight_locations(struct llama_context * context, ats_location_callback callback, void * user);
+
+// ---- micro-benchmarks ----------------------------------------------------------------------------------------
+// `samples` receives n_samples durations of one operation. Device: "cpu" or the name of a ggml device, or "sim".
+
+struct ats_matmul_spec {
+    int32_t      type;            // ggml_type of the weights
+    int64_t      shape[3];        // ne of the weights; shape[2] > 1 for experts
+    int32_t      n_experts_used;  // 0: MUL_MAT, else MUL_MAT_ID
+    int32_t      n_tokens;
+    const void * weights;         // real weight bytes
+    int64_t      weights_bytes;   // any number of whole rows; repeated to fill the tensor
+    int64_t      cold_bytes;      // rotate over at least this many bytes of distinct weights, to keep caches cold
+};
+ATS_EXPORT int ats_bench_matmul(const char * device, int32_t n_threads, const struct ats_matmul_spec * spec,
+                                int32_t n_warmup, int32_t n_samples, int64_t * samples);
+
+// Time the nodes without weights of the context's graph for n_tokens (attention, norms, rope, ...) on the inner GPU.
+ATS_EXPORT int ats_bench_glue(struct llama_context * context, uint32_t n_tokens, int32_t n_warmup, int32_t n_samples,
+                              int64_t * samples);
+
+ATS_EXPORT int ats_bench_transfer(bool host_to_device, bool pinned, int64_t size_bytes, int32_t n_warmup,
+                                  int32_t n_samples, int64_t * samples);
+
+// GPU -> CPU -> GPU round trip through the engine's own path.
+ATS_EXPORT int ats_bench_crossing(int32_t n_threads, int64_t activation_bytes, int32_t n_warmup, int32_t n_samples,
+                                  int64_t * samples);
+
+struct ats_contention { // bytes per second
+    double cpu_alone, cpu_while_link_busy, link_alone, link_while_cpu_busy;
+};
+ATS_EXPORT int ats_bench_contention(int32_t n_threads, const struct ats_matmul_spec * spec, int64_t copy_bytes,
+                                    int64_t duration_ns, struct ats_contention * out);
+
+// VRAM that creating the inner backend and running its kernels took beyond the buffers asked for; 0 if not known.
+ATS_EXPORT int ats_device_memory(int64_t * free_bytes, int64_t * total_bytes);
+
+#ifdef __cplusplus
+}
+#endif
