@@ -1,0 +1,168 @@
+"""Profiles, plans and other records as JSON files: strict reading, exact round trips, atomic writing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import secrets
+import stat
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Optional, TypeVar
+
+import pydantic
+import pydantic_core
+
+from .errors import AtsplanError, InvalidFileError
+
+Record = TypeVar("Record")
+
+MAX_FILE_BYTES = 64 * 1024**2  # a 70B model's profile takes about 2 MB; more is no profile
+MAX_INTEGER = 2**53  # larger ones do not survive other programs' JSON, and overflow the solvers
+MAX_SECONDS = 1e6  # a longer measurement is a wrong unit; a sum of them in nanoseconds would overflow
+
+
+@lru_cache
+def _adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
+    # Optional, because pydantic takes no configuration for a bare dataclass. It is passed on to nested ones.
+    config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    return pydantic.TypeAdapter(Optional[cls], config=config)  # noqa: UP045
+
+
+def to_json(record: object) -> str:
+    """Return `record` (a dataclass instance) as JSON text. Raises AtsplanError if a reader would refuse it."""
+    problem = _find_bad_number(record, "")
+    if problem:
+        raise AtsplanError(f"Cannot write {type(record).__name__}: {problem}.")
+    try:
+        kind: Any = type(record)
+        return _adapter(kind).dump_json(record, indent=1).decode() + "\n"
+    except pydantic_core.PydanticSerializationError as error:
+        raise AtsplanError(f"Cannot write {type(record).__name__}: {error}.") from error
+
+
+def from_json(data: bytes, cls: type[Record], source: str) -> Record:
+    """Return the record in `data`. Raises InvalidFileError that starts with `source` and names the bad field."""
+    try:
+        raw = pydantic_core.from_json(data)
+    except ValueError as error:
+        raise InvalidFileError(f"{source}: not JSON: {error}.") from error
+    if not isinstance(raw, dict):
+        raise InvalidFileError(f"{source}: not a {cls.__name__.lower()}: the file holds no JSON object.")
+    _check_schema_version(raw, cls, source)
+    try:
+        kind: Any = cls
+        record: Record = _adapter(kind).validate_json(data)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        raise InvalidFileError(f"{source}: {_path(first['loc'])}: {first['msg']}.{more}") from error
+    problem = _find_bad_number(record, "")
+    if problem:
+        raise InvalidFileError(f"{source}: {problem}.")
+    return record
+
+
+def read_record(path: str | os.PathLike[str], cls: type[Record]) -> Record:
+    """Return the record in the file. Raises InvalidFileError if it is missing, too large, or not a valid `cls`."""
+    path = Path(path)
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO must not block
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidFileError(f"{path}: not a regular file.")
+            data = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidFileError(f"{path}: cannot be read: {reason}.") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise InvalidFileError(f"{path}: over {MAX_FILE_BYTES // 1024**2} MiB: not a {cls.__name__.lower()}.")
+    return from_json(data, cls, str(path))
+
+
+def write_record(path: str | os.PathLike[str], record: object) -> None:
+    """Write atomically: after a kill or a full disk the file is the old one or the new one. Raises AtsplanError."""
+    write_text(path, to_json(record))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` atomically, through a temporary file in the same folder. Raises AtsplanError."""
+    try:
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():  # /dev/stdout must not be replaced
+            target.write_text(text, encoding="utf-8")
+            return
+        temporary = target.parent / f".atsplan-{secrets.token_hex(8)}.tmp"
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_folder(target.parent)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise AtsplanError(f"Cannot write {path}: {reason}.", "Choose another file or make room.") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_schema_version(raw: dict[str, Any], cls: type[Any], source: str) -> None:
+    """Refuse other versions before anything else, so that a newer file is not reported as malformed."""
+    known: Any = next((field.default for field in dataclasses.fields(cls) if field.name == "schema_version"), None)
+    if known is None:
+        return
+    found = raw.get("schema_version")
+    kind = cls.__name__.lower()
+    if found is None:
+        raise InvalidFileError(f"{source}: not a {kind}: schema_version is missing.")
+    if found != known or isinstance(found, bool):
+        newer = isinstance(found, int) and found > known
+        remedy = "Upgrade atsplan." if newer else f"Make the {kind} again with this version of atsplan."
+        raise InvalidFileError(
+            f"{source}: {kind} of schema version {found!r:.40}; this atsplan reads version {known}.", remedy
+        )
+
+
+def _find_bad_number(value: object, path: str) -> str:
+    """Return `path: problem` for the first number that no record can mean, or "". Only temperatures go below zero."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            inner = f"{path}.{field.name}" if path else field.name
+            problem = _find_bad_number(getattr(value, field.name), inner)
+            if problem:
+                return problem
+    elif isinstance(value, (tuple, list)):
+        if not value and path.endswith("samples"):
+            return f"{path}: at least one sample is needed"
+        for index, item in enumerate(value):
+            problem = _find_bad_number(item, f"{path}.{index}")
+            if problem:
+                return problem
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            problem = _find_bad_number(item, f"{path}.{key}")
+            if problem:
+                return problem
+    elif isinstance(value, float):
+        if not math.isfinite(value) or value < 0:
+            return f"{path}: {value} is not a finite number of at least 0"
+        if value > MAX_SECONDS and (".samples." in path or path.endswith("seconds")):
+            return f"{path}: {value:g} seconds cannot be right"
+    elif isinstance(value, int) and not path.endswith("_celsius") and not 0 <= value <= MAX_INTEGER:
+        return f"{path}: must be between 0 and 2^53"
+    return ""
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location) or "top level"
