@@ -1,0 +1,184 @@
+"""The user's cache of profiles and plans, keyed by everything that could make an entry stale."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+from .errors import AtsplanError, InvalidFileError
+from .hardware import Software
+from .measurements import PROFILE_SCHEMA_VERSION, Profile, Series
+from .plan import PLAN_SCHEMA_VERSION, Plan
+from .records import read_record, to_json, write_record
+from .workload import Workload
+
+Record = TypeVar("Record", Profile, Plan)
+
+logger = logging.getLogger(__name__)
+
+MAX_NOISY_FRACTION = 0.25  # of a profile's series; beyond it the machine was busy and the plan would be luck
+
+
+def cache_folder() -> Path:
+    """Return $ATSPLAN_CACHE, $XDG_CACHE_HOME/atsplan or ~/.cache/atsplan, without creating it."""
+    if os.environ.get("ATSPLAN_CACHE"):
+        return Path(os.environ["ATSPLAN_CACHE"])
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "atsplan"
+    return Path.home() / ".cache" / "atsplan"
+
+
+def store_profile(profile: Profile) -> Path:
+    """Store `profile` as the one to find for its model, hardware, software and settings. Return its file."""
+    return _store("profiles", _profile_name(profile), profile)
+
+
+def find_profile(
+    model_fingerprint: str,
+    hardware_fingerprint: str | None = None,
+    software: Software | None = None,
+    *,
+    n_context: int | None = None,
+    n_ubatch: int | None = None,
+    thread_counts: tuple[int, ...] | None = None,
+    is_simulated: bool | None = None,
+) -> Profile | None:
+    """Return the newest profile that matches everything that is given, or None.
+
+    `thread_counts` need only be among those measured. What is found becomes the last profile.
+    """
+    hardware = _digest(hardware_fingerprint) if hardware_fingerprint is not None else "*"
+    for path in _newest_first("profiles", f"{_digest(model_fingerprint)}-{hardware}-*.v{PROFILE_SCHEMA_VERSION}.json"):
+        profile = _load(path, Profile)
+        if (
+            profile is not None
+            and profile.model.fingerprint == model_fingerprint
+            and (hardware_fingerprint is None or profile.hardware.fingerprint == hardware_fingerprint)
+            and (software is None or profile.software == software)
+            and (n_context is None or profile.n_context == n_context)
+            and (n_ubatch is None or profile.n_ubatch == n_ubatch)
+            and (thread_counts is None or set(thread_counts) <= set(profile.thread_counts))
+            and (is_simulated is None or profile.is_simulated == is_simulated)
+        ):
+            _touch(path)
+            return profile
+    return None
+
+
+def last_profile() -> Profile | None:
+    """Return the profile that was stored or found last, or None."""
+    for path in _newest_first("profiles", f"*.v{PROFILE_SCHEMA_VERSION}.json"):
+        profile = _load(path, Profile)
+        if profile is not None:
+            return profile
+    return None
+
+
+def noisy_fraction(profile: Profile) -> float:
+    """Return the share of the profile's series whose spread is too large to be trusted (0 to 1)."""
+    groups = (profile.kernels, profile.glue, profile.link, profile.crossings)
+    series: list[Series] = [timing.seconds for group in groups for timing in group]
+    return sum(item.is_noisy for item in series) / len(series) if series else 0.0
+
+
+def is_too_noisy(profile: Profile) -> bool:
+    """Tell whether the profile must not be cached: a machine that busy gives a plan for another machine."""
+    return noisy_fraction(profile) > MAX_NOISY_FRACTION
+
+
+def plan_key(profile: Profile, budget_bytes: int, workload: Workload, objective: str, margin_bytes: int) -> str:
+    """Return the key of the plan that these inputs give: they, and the planner's own code, decide everything."""
+    code = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        code.update(source.read_bytes())
+    inputs = [to_json(profile), budget_bytes, asdict(workload), objective, margin_bytes, code.hexdigest()]
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:32]
+
+
+def store_plan(key: str, plan: Plan) -> Path:
+    """Store the plan under `plan_key(...)`. Return its file."""
+    return _store("plans", f"{_digest(key)}.v{PLAN_SCHEMA_VERSION}.json", plan)
+
+
+def find_plan(key: str) -> Plan | None:
+    path = cache_folder() / "plans" / f"{_digest(key)}.v{PLAN_SCHEMA_VERSION}.json"
+    return _load(path, Plan) if path.exists() else None
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock against other processes, waiting for it. Creates the folder. Raises AtsplanError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise AtsplanError(
+            f"Cannot use the cache {folder}: {error.strerror}.", "Set ATSPLAN_CACHE to a folder you can write to."
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _profile_name(profile: Profile) -> str:
+    settings = [profile.n_context, profile.n_ubatch, profile.is_simulated, profile.thread_counts]
+    rest = json.dumps([asdict(profile.software), settings])
+    parts = (profile.model.fingerprint, profile.hardware.fingerprint, rest)
+    return "-".join(_digest(part) for part in parts) + f".v{PROFILE_SCHEMA_VERSION}.json"
+
+
+def _store(kind: str, name: str, record: Profile | Plan) -> Path:
+    folder = cache_folder() / kind
+    with locked(folder):
+        write_record(folder / name, record)
+    return folder / name
+
+
+def _load(path: Path, cls: type[Record]) -> Record | None:
+    """Return the entry, or None after discarding it if it is corrupt."""
+    try:
+        return read_record(path, cls)
+    except InvalidFileError:
+        pass
+    with locked(path.parent):  # another process may have replaced it just now: look again before deleting
+        try:
+            return read_record(path, cls)
+        except InvalidFileError as error:
+            logger.warning("Discarded a damaged cache entry. %s", error)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                logger.warning("Could not delete %s", path)
+            return None
+
+
+def _newest_first(kind: str, pattern: str) -> list[Path]:
+    dated = []
+    for path in (cache_folder() / kind).glob(pattern):
+        try:
+            dated.append((path.stat().st_mtime_ns, path))
+        except OSError:  # deleted meanwhile
+            continue
+    return [path for _, path in sorted(dated, reverse=True)]
+
+
+def _touch(path: Path) -> None:
+    try:
+        os.utime(path)
+    except OSError:
+        logger.debug("Could not touch %s", path)
+
+
+def _digest(text: str) -> str:
+    """Return 16 hex digits. Fingerprints come from files, so they are never used as file names themselves."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
