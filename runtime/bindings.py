@@ -1,0 +1,441 @@
+"""ctypes prototypes of the native helper and of the few ggml functions that llama_cpp does not bind.
+
+Every native failure becomes a DeviceError with the library's own words; no caller sees a ctypes type except
+the opaque context pointer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llama_cpp import llama_cpp
+
+from planner.errors import DeviceError
+from planner.plan import WeightClass
+
+API_VERSION = 1
+CLASS_NUMBERS: dict[WeightClass, int] = {"gpu": 0, "stream": 1, "cpu": 2}
+
+Context = Any  # llama_context *, opaque
+
+
+class _Statistics(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "n_graphs", "n_compiles", "total_ns", "cpu_ns", "wait_gpu_ns", "launch_ns", "copy_issue_ns",
+            "streamed_bytes", "activation_bytes", "n_cpu_steps", "n_gpu_steps", "n_streamed", "n_slot_stalls",
+            "link_busy_ns", "ring_bytes", "pinned_bytes",
+        )
+    ]  # fmt: skip
+
+
+class _WeightUse(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("op", ctypes.c_char_p),
+        ("type", ctypes.c_char_p),
+        ("shape", ctypes.c_int64 * 4),
+        ("size_bytes", ctypes.c_int64),
+        ("input_bytes", ctypes.c_int64),
+        ("output_bytes", ctypes.c_int64),
+        ("n_experts_used", ctypes.c_int32),
+        ("is_input", ctypes.c_bool),
+        ("node", ctypes.c_int32),
+        ("inputs", ctypes.c_int32 * 8),
+    ]
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [
+        ("buffer_type", ctypes.c_char_p),
+        ("is_host", ctypes.c_bool),
+        ("model_bytes", ctypes.c_int64),
+        ("context_bytes", ctypes.c_int64),
+        ("compute_bytes", ctypes.c_int64),
+    ]
+
+
+class _MatmulSpec(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int32),
+        ("shape", ctypes.c_int64 * 3),
+        ("n_experts_used", ctypes.c_int32),
+        ("n_tokens", ctypes.c_int32),
+        ("weights", ctypes.c_void_p),
+        ("weights_bytes", ctypes.c_int64),
+        ("cold_bytes", ctypes.c_int64),
+    ]
+
+
+class _Contention(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_double) for name in ("cpu_alone", "cpu_while_link_busy", "link_alone", "link_while_cpu_busy")
+    ]
+
+
+_WeightCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_WeightUse))
+_MemoryCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_Memory))
+_LocationCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_bool)
+
+_STRINGS = ctypes.POINTER(ctypes.c_char_p)
+_INT32S = ctypes.POINTER(ctypes.c_int32)
+_INT64S = ctypes.POINTER(ctypes.c_int64)
+
+_HELPER_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "ats_api_version": (ctypes.c_int, []),
+    "ats_build_stamp": (ctypes.c_char_p, []),
+    "ats_last_error": (ctypes.c_char_p, []),
+    "ats_set_classes": (ctypes.c_int, [_STRINGS, _INT32S, _INT32S, ctypes.c_int32]),
+    "ats_set_option": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_int64]),
+    "ats_get_option": (ctypes.c_int, [ctypes.c_char_p, _INT64S]),
+    "ats_release_memory": (ctypes.c_int, []),
+    "ats_get_statistics": (ctypes.c_int, [ctypes.POINTER(_Statistics), ctypes.c_bool]),
+    "ats_trace_weights": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint32, _WeightCallback, ctypes.c_void_p]),
+    "ats_memory_breakdown": (ctypes.c_int, [ctypes.c_void_p, _MemoryCallback, ctypes.c_void_p]),
+    "ats_weight_locations": (ctypes.c_int, [ctypes.c_void_p, _LocationCallback, ctypes.c_void_p]),
+    "ats_bench_matmul": (
+        ctypes.c_int,
+        [ctypes.c_char_p, ctypes.c_int32, ctypes.POINTER(_MatmulSpec), ctypes.c_int32, ctypes.c_int32, _INT64S],
+    ),
+    "ats_bench_glue": (
+        ctypes.c_int,
+        [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int32, ctypes.c_int32, _INT64S],
+    ),
+    "ats_bench_transfer": (
+        ctypes.c_int,
+        [ctypes.c_bool, ctypes.c_bool, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, _INT64S],
+    ),
+    "ats_bench_crossing": (
+        ctypes.c_int,
+        [ctypes.c_int32, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, _INT64S],
+    ),
+    "ats_bench_contention": (
+        ctypes.c_int,
+        [
+            ctypes.c_int32, ctypes.POINTER(_MatmulSpec), ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(_Contention),
+        ],
+    ),
+    "ats_device_memory": (ctypes.c_int, [_INT64S, _INT64S]),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the hybrid device did since the last reset. Nanoseconds, bytes, counts; see atsplan.h for each."""
+
+    n_graphs: int
+    n_compiles: int
+    total_ns: int
+    cpu_ns: int
+    wait_gpu_ns: int
+    launch_ns: int
+    copy_issue_ns: int
+    streamed_bytes: int
+    activation_bytes: int
+    n_cpu_steps: int
+    n_gpu_steps: int
+    n_streamed: int
+    n_slot_stalls: int
+    link_busy_ns: int
+    ring_bytes: int
+    pinned_bytes: int
+
+
+@dataclass(frozen=True)
+class TracedWeight:
+    """One weight operand of a compute graph. Activation bytes are for the whole batch; `shape` has four numbers."""
+
+    name: str
+    op: str
+    type: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    input_bytes: int
+    output_bytes: int
+    n_experts_used: int
+    is_input: bool
+    node: int
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BufferMemory:
+    """llama.cpp's accounting for one buffer type, in bytes."""
+
+    buffer_type: str
+    is_host: bool
+    model_bytes: int
+    context_bytes: int
+    compute_bytes: int
+
+
+@dataclass(frozen=True)
+class WeightLocation:
+    name: str
+    buffer_type: str
+    is_host: bool
+
+
+@dataclass(frozen=True)
+class MatmulSpec:
+    """One matrix product to time. `weights` holds whole rows of the tensor and is repeated to fill it."""
+
+    type_number: int
+    shape: tuple[int, ...]  # one to three numbers, innermost first
+    n_experts_used: int  # 0: MUL_MAT, else MUL_MAT_ID
+    n_tokens: int
+    weights: bytes
+    cold_bytes: int
+
+
+@dataclass(frozen=True)
+class ContentionRates:
+    """Bytes per second, alone and while the other side is busy."""
+
+    cpu_alone: float
+    cpu_while_link_busy: float
+    link_alone: float
+    link_while_cpu_busy: float
+
+
+class Helper:
+    """The native helper's C API (atsplan.h). Every method raises DeviceError when the helper reports a failure."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name, (restype, argtypes) in _HELPER_PROTOTYPES.items():
+            function = getattr(library, name)
+            function.restype = restype
+            function.argtypes = argtypes
+
+    @property
+    def api_version(self) -> int:
+        return int(self._library.ats_api_version())
+
+    @property
+    def build_stamp(self) -> str:
+        return str(self._library.ats_build_stamp().decode())
+
+    def set_classes(self, classes: Iterable[tuple[str, WeightClass, WeightClass]]) -> None:
+        """Set (name, decode class, prefill class) of host-resident weights, replacing all earlier settings."""
+        rows = list(classes)
+        names = (ctypes.c_char_p * len(rows))(*(name.encode() for name, _, _ in rows))
+        decode = (ctypes.c_int32 * len(rows))(*(CLASS_NUMBERS[decode] for _, decode, _ in rows))
+        prefill = (ctypes.c_int32 * len(rows))(*(CLASS_NUMBERS[prefill] for _, _, prefill in rows))
+        self._check(self._library.ats_set_classes(names, decode, prefill, len(rows)))
+
+    def set_option(self, name: str, value: int) -> None:
+        self._check(self._library.ats_set_option(name.encode(), value))
+
+    def get_option(self, name: str) -> int:
+        value = ctypes.c_int64()
+        self._check(self._library.ats_get_option(name.encode(), ctypes.byref(value)))
+        return value.value
+
+    def release_memory(self) -> None:
+        """Free the VRAM that the device holds between graphs. Call only when no graph is running."""
+        self._check(self._library.ats_release_memory())
+
+    def statistics(self, *, reset: bool = False) -> Statistics:
+        counters = _Statistics()
+        self._check(self._library.ats_get_statistics(ctypes.byref(counters), reset))
+        return Statistics(**{name: getattr(counters, name) for name, *_ in _Statistics._fields_})
+
+    def trace_weights(self, context: Context, n_tokens: int) -> list[TracedWeight]:
+        """Return the weight operands of the graph for `n_tokens`, in execution order. Touches no weights."""
+        traced: list[TracedWeight] = []
+
+        @_WeightCallback  # type: ignore[untyped-decorator]
+        def collect(_user: Any, pointer: Any) -> None:
+            use = pointer.contents
+            traced.append(
+                TracedWeight(
+                    name=use.name.decode(),
+                    op=use.op.decode(),
+                    type=use.type.decode(),
+                    shape=tuple(use.shape),
+                    size_bytes=use.size_bytes,
+                    input_bytes=use.input_bytes,
+                    output_bytes=use.output_bytes,
+                    n_experts_used=use.n_experts_used,
+                    is_input=use.is_input,
+                    node=use.node,
+                    inputs=tuple(index for index in use.inputs if index >= 0),
+                )
+            )
+
+        self._check(self._library.ats_trace_weights(context, n_tokens, collect, None))
+        return traced
+
+    def memory_breakdown(self, context: Context) -> list[BufferMemory]:
+        """Return llama.cpp's own accounting for this context, one row per buffer type."""
+        rows: list[BufferMemory] = []
+
+        @_MemoryCallback  # type: ignore[untyped-decorator]
+        def collect(_user: Any, pointer: Any) -> None:
+            memory = pointer.contents
+            rows.append(
+                BufferMemory(
+                    memory.buffer_type.decode(),
+                    memory.is_host,
+                    memory.model_bytes,
+                    memory.context_bytes,
+                    memory.compute_bytes,
+                )
+            )
+
+        self._check(self._library.ats_memory_breakdown(context, collect, None))
+        return rows
+
+    def weight_locations(self, context: Context) -> list[WeightLocation]:
+        """Return where every weight that the context's graph uses lies now."""
+        rows: list[WeightLocation] = []
+
+        @_LocationCallback  # type: ignore[untyped-decorator]
+        def collect(_user: Any, name: bytes, buffer_type: bytes, is_host: bool) -> None:
+            rows.append(WeightLocation(name.decode(), buffer_type.decode(), is_host))
+
+        self._check(self._library.ats_weight_locations(context, collect, None))
+        return rows
+
+    def bench_matmul(
+        self, device: str, n_threads: int, spec: MatmulSpec, *, n_warmup: int, n_samples: int
+    ) -> tuple[float, ...]:
+        """Return seconds per matrix product on `device`: "cpu", "sim" or a ggml device's name."""
+        native = _native_spec(spec)
+        return self._samples(
+            n_samples,
+            lambda samples: self._library.ats_bench_matmul(
+                device.encode(), n_threads, ctypes.byref(native), n_warmup, n_samples, samples
+            ),
+        )
+
+    def bench_glue(self, context: Context, n_tokens: int, *, n_warmup: int, n_samples: int) -> tuple[float, ...]:
+        """Return seconds of the graph's nodes without weights on the inner GPU."""
+        return self._samples(
+            n_samples,
+            lambda samples: self._library.ats_bench_glue(context, n_tokens, n_warmup, n_samples, samples),
+        )
+
+    def bench_transfer(
+        self, *, host_to_device: bool, pinned: bool, size_bytes: int, n_warmup: int, n_samples: int
+    ) -> tuple[float, ...]:
+        """Return seconds per copy of `size_bytes`."""
+        return self._samples(
+            n_samples,
+            lambda samples: self._library.ats_bench_transfer(
+                host_to_device, pinned, size_bytes, n_warmup, n_samples, samples
+            ),
+        )
+
+    def bench_crossing(
+        self, n_threads: int, activation_bytes: int, *, n_warmup: int, n_samples: int
+    ) -> tuple[float, ...]:
+        """Return seconds per GPU -> CPU -> GPU round trip."""
+        return self._samples(
+            n_samples,
+            lambda samples: self._library.ats_bench_crossing(n_threads, activation_bytes, n_warmup, n_samples, samples),
+        )
+
+    def bench_contention(
+        self, n_threads: int, spec: MatmulSpec, *, copy_bytes: int, duration_seconds: float
+    ) -> ContentionRates:
+        native = _native_spec(spec)
+        rates = _Contention()
+        self._check(
+            self._library.ats_bench_contention(
+                n_threads, ctypes.byref(native), copy_bytes, round(duration_seconds * 1e9), ctypes.byref(rates)
+            )
+        )
+        return ContentionRates(**{name: getattr(rates, name) for name, *_ in _Contention._fields_})
+
+    def device_memory(self) -> tuple[int, int]:
+        """Return (free, total) bytes of the inner GPU's memory; zeros if it does not tell."""
+        free, total = ctypes.c_int64(), ctypes.c_int64()
+        self._check(self._library.ats_device_memory(ctypes.byref(free), ctypes.byref(total)))
+        return free.value, total.value
+
+    def _samples(self, n_samples: int, call: Callable[[Any], int]) -> tuple[float, ...]:
+        samples = (ctypes.c_int64 * n_samples)()
+        self._check(call(samples))
+        return tuple(nanoseconds / 1e9 for nanoseconds in samples)
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            raise DeviceError(f"The native helper failed: {self._library.ats_last_error().decode(errors='replace')}")
+
+
+def _native_spec(spec: MatmulSpec) -> _MatmulSpec:
+    shape = (*spec.shape, 1, 1)[:3]
+    native = _MatmulSpec(
+        type=spec.type_number,
+        shape=(ctypes.c_int64 * 3)(*shape),
+        n_experts_used=spec.n_experts_used,
+        n_tokens=spec.n_tokens,
+        weights_bytes=len(spec.weights),
+        cold_bytes=spec.cold_bytes,
+    )
+    native.weights = ctypes.cast(ctypes.c_char_p(spec.weights), ctypes.c_void_p)
+    return native
+
+
+_GGML_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_backend_dev_count": (ctypes.c_size_t, []),
+    "ggml_backend_dev_get": (ctypes.c_void_p, [ctypes.c_size_t]),
+    "ggml_backend_dev_name": (ctypes.c_char_p, [ctypes.c_void_p]),
+    "ggml_backend_dev_memory": (
+        None, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)],
+    ),
+    "ggml_backend_dev_buffer_type": (ctypes.c_void_p, [ctypes.c_void_p]),
+    "ggml_backend_buft_name": (ctypes.c_char_p, [ctypes.c_void_p]),
+    "ggml_type_name": (ctypes.c_char_p, [ctypes.c_int]),
+}  # fmt: skip
+
+
+class Ggml:
+    """The ggml functions atsplan needs beyond llama_cpp's bindings. Pointers are plain integers."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name, (restype, argtypes) in _GGML_PROTOTYPES.items():
+            function = getattr(library, name)
+            function.restype = restype
+            function.argtypes = argtypes
+
+    def devices(self) -> dict[str, int]:
+        """Return every registered device by name."""
+        pointers = [self._library.ggml_backend_dev_get(i) for i in range(self._library.ggml_backend_dev_count())]
+        return {self._library.ggml_backend_dev_name(pointer).decode(): pointer for pointer in pointers}
+
+    def device(self, name: str) -> int:
+        devices = self.devices()
+        if name not in devices:
+            raise DeviceError(f"There is no device '{name}' here, only {', '.join(devices)}.")
+        return devices[name]
+
+    def buffer_type(self, device_name: str) -> int:
+        """Return the default buffer type of a device."""
+        return int(self._library.ggml_backend_dev_buffer_type(self.device(device_name)))
+
+    def buffer_type_name(self, device_name: str) -> str:
+        return str(self._library.ggml_backend_buft_name(self.buffer_type(device_name)).decode())
+
+    def device_memory(self, device_name: str) -> tuple[int, int]:
+        """Return (free, total) bytes."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._library.ggml_backend_dev_memory(self.device(device_name), ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    def type_number(self, name: str) -> int:
+        """Return the ggml_type called `name`, such as "f16" or "q8_0". Raises DeviceError if there is none."""
+        names = self.type_names()
+        if name not in names:
+            raise DeviceError(f"llama.cpp knows no data type '{name}'.", f"Use one of {', '.join(names)}.")
+        return names.index(name)
+
+    def type_names(self) -> Sequence[str]:
+        return [(self._library.ggml_type_name(i) or b"").decode() for i in range(llama_cpp.GGML_TYPE_COUNT)]

@@ -1,0 +1,221 @@
+"""Run a model: plain llama.cpp (`Engine`), or the hybrid device under a plan (`PlanEngine`)."""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from llama_cpp import llama_cpp
+from numpy.typing import NDArray
+
+from planner.errors import AtsplanError, DeviceError
+from planner.plan import Plan
+
+from . import placement
+from .bindings import Ggml, Helper, Statistics
+from .library import HOST_DEVICE, Library
+from .sampling import Sampler
+from .session import LoadSettings, OnProgress, captured_log, last_problem, open_context, open_model
+
+_CONTEXT_FULL = 1  # llama_decode's answer when no cell of the KV cache is free
+
+
+class Engine:
+    """One model with one context and one sequence. A context manager: leaving it frees everything."""
+
+    def __init__(
+        self, library: Library, model_path: Path, settings: LoadSettings, *, on_progress: OnProgress | None = None
+    ) -> None:
+        """Load the model. Raises DeviceError, with everything freed, if memory or the file does not allow it."""
+        self._ggml = Ggml(library.ggml)
+        self._tokens: list[int] = []
+        with ExitStack() as stack:
+            self._model = stack.enter_context(open_model(model_path, settings, self._ggml, on_progress))
+            self._context = stack.enter_context(open_context(self._model, settings, self._ggml))
+            self._batch = llama_cpp.llama_batch_init(settings.n_ubatch, 0, 1)
+            stack.callback(llama_cpp.llama_batch_free, self._batch)
+            self._n_ubatch = settings.n_ubatch
+            self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+            self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
+            self.n_context = int(llama_cpp.llama_n_ctx(self._context))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _value: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens in the context so far."""
+        return len(self._tokens)
+
+    def evaluate(self, tokens: Sequence[int]) -> None:
+        """Append `tokens` to the context. Their last one's logits are then available.
+
+        Raises AtsplanError if they do not fit into the context, DeviceError if the device fails.
+        """
+        if self.n_tokens + len(tokens) > self.n_context:
+            raise AtsplanError(
+                f"{self.n_tokens + len(tokens)} tokens do not fit into the context of {self.n_context}.",
+                "Shorten the text, or solve again with a larger --ctx.",
+            )
+        for first in range(0, len(tokens), self._n_ubatch):
+            part = tokens[first : first + self._n_ubatch]
+            self._decode(part, wants_logits=first + len(part) == len(tokens))
+            self._tokens.extend(part)
+
+    def evaluate_prompt(self, tokens: Sequence[int]) -> int:
+        """Make `tokens` the whole context, reusing the prefix that is there. Return how many were evaluated."""
+        n_kept = 0
+        while n_kept < min(self.n_tokens, len(tokens) - 1) and self._tokens[n_kept] == tokens[n_kept]:
+            n_kept += 1
+        memory = llama_cpp.llama_get_memory(self._context)
+        if n_kept < self.n_tokens and not llama_cpp.llama_memory_seq_rm(memory, 0, n_kept, -1):
+            n_kept = 0  # recurrent states cannot be cut
+            llama_cpp.llama_memory_clear(memory, True)
+        del self._tokens[n_kept:]
+        self.evaluate(tokens[n_kept:])
+        return len(tokens) - n_kept
+
+    def logits(self) -> NDArray[np.float32]:
+        """Return a copy of the last token's logits, shape (n_vocab,). Waits for the device."""
+        pointer = llama_cpp.llama_get_logits_ith(self._context, -1)
+        if not pointer:
+            raise DeviceError("llama.cpp has no logits.", "Evaluate at least one token first.")
+        return np.ctypeslib.as_array(pointer, shape=(self.n_vocab,)).copy()
+
+    def synchronize(self) -> None:
+        """Wait until everything that was evaluated is computed."""
+        llama_cpp.llama_synchronize(self._context)
+
+    def generate(self, prompt_tokens: Sequence[int], n: int, sampler: Sampler) -> Iterator[int]:
+        """Yield up to `n` tokens that continue the prompt; ends early at an end token or a full context."""
+        self.evaluate_prompt(prompt_tokens)
+        for index in range(n):
+            token = sampler.sample(self._context)
+            if llama_cpp.llama_vocab_is_eog(self._vocab, token):
+                return
+            yield token
+            if self.n_tokens == self.n_context or index == n - 1:
+                return
+            self.evaluate([token])
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        data = text.encode(errors="surrogatepass")
+        n_max = len(data) + 8
+        tokens = (llama_cpp.llama_token * n_max)()
+        n = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, n_max, add_special, parse_special)
+        if n < 0:
+            raise AtsplanError("llama.cpp cannot tokenize the text.")
+        return list(tokens[:n])
+
+    def text_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
+        """Yield text as tokens come. A character spread over tokens is yielded when it is complete."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in tokens:
+            piece = decoder.decode(self._piece(token))
+            if piece:
+                yield piece
+        rest = decoder.decode(b"", final=True)
+        if rest:
+            yield rest
+
+    def detokenize(self, tokens: Iterable[int]) -> str:
+        return "".join(self.text_pieces(tokens))
+
+    def metadata(self, key: str) -> str:
+        """Return a scalar of the model's metadata as text, or "" if it is not there."""
+        size = 256
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = llama_cpp.llama_model_meta_val_str(self._model, key.encode(), buffer, size)
+            if n < size:
+                return buffer.value.decode(errors="replace") if n >= 0 else ""
+            size = n + 1
+
+    def special_token_text(self, name: str) -> str:
+        """Return the text of the token `name`: "bos" or "eos"; "" if the model has none."""
+        lookup = {"bos": llama_cpp.llama_vocab_bos, "eos": llama_cpp.llama_vocab_eos}[name]
+        token = lookup(self._vocab)
+        return self._piece(token, special=True).decode(errors="replace") if token >= 0 else ""
+
+    def _piece(self, token: int, *, special: bool = False) -> bytes:
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+
+    def _decode(self, tokens: Sequence[int], *, wants_logits: bool) -> None:
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i] = token
+            batch.pos[i] = self.n_tokens + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = wants_logits and i == len(tokens) - 1
+        with captured_log() as log:
+            status = llama_cpp.llama_decode(self._context, batch)
+        if status == _CONTEXT_FULL:
+            raise AtsplanError(f"The context of {self.n_context} tokens is full.", "Solve again with a larger --ctx.")
+        if status != 0:
+            raise DeviceError(f"The device failed while computing: {last_problem(log) or f'status {status}'}")
+
+
+class PlanEngine(Engine):
+    """A model under a plan, on the hybrid device. One per process: the device's classes belong to the process."""
+
+    def __init__(
+        self,
+        library: Library,
+        model_path: Path,
+        plan: Plan,
+        *,
+        n_context: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """Load the model as planned. Raises MismatchError if a weight did not land where the plan says."""
+        self.helper = Helper(library.ats)
+        host_names = set(placement.host_weight_names(plan.placements))
+        self.helper.set_classes((p.name, p.decode, p.prefill) for p in plan.placements if p.name in host_names)
+        self.helper.set_option("ring_bytes", plan.vram.ring_bytes)
+        self.helper.set_option("prefill_min_tokens", plan.prefill_min_tokens)
+        super().__init__(
+            library, model_path, placement.load_settings(plan, n_context=n_context), on_progress=on_progress
+        )
+        try:
+            pinned_type = self._ggml.buffer_type_name(HOST_DEVICE)
+            placement.check_locations(plan.placements, self.helper.weight_locations(self._context), pinned_type)
+        except BaseException:
+            self.close()
+            raise
+
+    def statistics(self, *, reset: bool = False) -> Statistics:
+        return self.helper.statistics(reset=reset)
+
+    def memory_bytes(self) -> int:
+        """Return the VRAM that llama.cpp and the ring hold: weights, KV cache and compute buffers."""
+        pinned_type = self._ggml.buffer_type_name(HOST_DEVICE)
+        rows = self.helper.memory_breakdown(self._context)
+        held = sum(
+            row.model_bytes + row.context_bytes + row.compute_bytes
+            for row in rows
+            if not row.is_host and row.buffer_type != pinned_type
+        )
+        return held + self.helper.statistics().ring_bytes

@@ -1,0 +1,170 @@
+"""Facts about a model from llama.cpp itself: its graph's weights in order of use, and its memory accounting.
+
+No weights are read and no memory is taken. The work happens in a child process, because llama.cpp aborts the
+process on some bad files; an abort becomes one AtsplanError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.errors import AtsplanError, DeviceError, InvalidFileError, MismatchError
+from planner.measurements import MemoryCase, WeightUse
+from planner.records import from_json, to_json
+
+from .bindings import BufferMemory, Ggml, Helper, TracedWeight
+from .library import HOST_DEVICE, HYBRID_DEVICE, load
+from .session import LoadSettings, last_problem, open_context, open_model
+
+TIMEOUT_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """One model on one device. `weights_prefill` is the graph for the largest of the given n_ubatch.
+
+    A tied output matrix appears twice in the weights: as an input, and as the operand of the output's MUL_MAT.
+    """
+
+    weights_decode: tuple[WeightUse, ...]
+    weights_prefill: tuple[WeightUse, ...]
+    memory: tuple[MemoryCase, ...]  # for every combination of n_context and n_ubatch
+    device_weights_bytes: int  # with every layer offloaded
+    host_weights_bytes: int
+
+
+def inspect_model(
+    path: str | os.PathLike[str],
+    device: str,
+    n_contexts: Sequence[int],
+    n_ubatches: Sequence[int],
+    type_k: str = "f16",
+    type_v: str = "f16",
+    flash_attention: bool = True,
+) -> Inspection:
+    """Ask llama.cpp, with every layer on `device` ("sim", "cuda0", ...). Raises InvalidFileError or DeviceError."""
+    request = [os.fspath(path), device, list(n_contexts), list(n_ubatches), type_k, type_v, flash_attention]
+    python_path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", "runtime.inspect_model", json.dumps(request)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_SECONDS,
+            env=os.environ | {"GGML_NO_BACKTRACE": "1", "PYTHONPATH": python_path},
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise InvalidFileError(f"llama.cpp did not finish with {path} in {TIMEOUT_SECONDS} s.") from error
+    if child.returncode == 0:
+        return from_json(child.stdout.encode(), Inspection, f"llama.cpp's description of {path}")
+    if child.returncode == _KNOWN_ERROR:
+        kind, message, remedy = json.loads(child.stdout)
+        raise _ERRORS[kind](message, remedy)
+    problem = last_problem(child.stderr.splitlines()) or f"exit status {child.returncode}"
+    raise InvalidFileError(f"llama.cpp cannot use {path}: {problem}")
+
+
+_KNOWN_ERROR = 3  # the child's exit status when it prints its error on stdout
+_ERRORS = {kind.__name__: kind for kind in (AtsplanError, DeviceError, InvalidFileError, MismatchError)}
+
+
+def _inspect(
+    path: str,
+    device: str,
+    n_contexts: Sequence[int],
+    n_ubatches: Sequence[int],
+    type_k: str,
+    type_v: str,
+    flash_attention: bool,
+) -> Inspection:
+    library = load(device)
+    ggml, helper = Ggml(library.ggml), Helper(library.ats)
+    pinned_type = ggml.buffer_type_name(HOST_DEVICE)
+
+    def settings(n_context: int, n_ubatch: int) -> LoadSettings:
+        return LoadSettings(
+            n_context, n_ubatch, n_threads=1, type_k=type_k, type_v=type_v, flash_attention=flash_attention,
+            devices=(HYBRID_DEVICE,), no_alloc=True,
+        )  # fmt: skip
+
+    with ExitStack() as stack:
+        model = stack.enter_context(open_model(Path(path), settings(n_contexts[0], n_ubatches[0]), ggml))
+        cases = []
+        for n_context in n_contexts:
+            for n_ubatch in n_ubatches:
+                with open_context(model, settings(n_context, n_ubatch), ggml) as context:
+                    rows = helper.memory_breakdown(context)
+                cases.append(
+                    MemoryCase(
+                        n_context, n_ubatch, type_k, type_v, flash_attention,
+                        context_bytes=sum(row.context_bytes for row in _on_device(rows, pinned_type)),
+                        compute_bytes=sum(row.compute_bytes for row in _on_device(rows, pinned_type)),
+                        host_compute_bytes=sum(row.compute_bytes for row in _on_host(rows, pinned_type)),
+                    )
+                )  # fmt: skip
+        largest = settings(max(n_contexts), max(n_ubatches))
+        context = stack.enter_context(open_context(model, largest, ggml))
+        n_prefill_tokens = min(largest.n_ubatch, largest.n_context)
+        rows = helper.memory_breakdown(context)
+        return Inspection(
+            weights_decode=_weight_uses(helper.trace_weights(context, 1), 1),
+            weights_prefill=_weight_uses(helper.trace_weights(context, n_prefill_tokens), n_prefill_tokens),
+            memory=tuple(cases),
+            device_weights_bytes=sum(row.model_bytes for row in _on_device(rows, pinned_type)),
+            host_weights_bytes=sum(row.model_bytes for row in _on_host(rows, pinned_type)),
+        )
+
+
+def _on_host(rows: Sequence[BufferMemory], pinned_type: str) -> list[BufferMemory]:
+    return [row for row in rows if row.is_host or row.buffer_type == pinned_type]
+
+
+def _on_device(rows: Sequence[BufferMemory], pinned_type: str) -> list[BufferMemory]:
+    return [row for row in rows if not row.is_host and row.buffer_type != pinned_type]
+
+
+def _weight_uses(traced: Sequence[TracedWeight], n_tokens: int) -> tuple[WeightUse, ...]:
+    return tuple(
+        WeightUse(
+            name=weight.name,
+            op=weight.op,
+            type=weight.type,
+            shape=_without_trailing_ones(weight.shape),
+            size_bytes=weight.size_bytes,
+            input_bytes=weight.input_bytes // n_tokens,
+            output_bytes=weight.output_bytes // n_tokens,
+            inputs=weight.inputs,
+            n_experts_used=weight.n_experts_used,
+            is_input=weight.is_input,
+        )
+        for weight in traced
+    )
+
+
+def _without_trailing_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    n = len(shape)
+    while n > 1 and shape[n - 1] == 1:
+        n -= 1
+    return shape[:n]
+
+
+def _main(request: str) -> int:
+    try:
+        print(to_json(_inspect(*json.loads(request))))
+    except AtsplanError as error:
+        print(json.dumps([type(error).__name__, error.message, error.remedy]))
+        return _KNOWN_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1]))

@@ -1,0 +1,164 @@
+"""Open a GGUF file with llama.cpp: everything that is passed to it, and its errors turned into ours."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_cpp import llama_cpp
+
+from planner.errors import AtsplanError, DeviceError, InvalidFileError
+
+from .bindings import Context, Ggml
+
+Model = Any  # llama_model *, opaque
+OnProgress = Callable[[float], None]  # receives the loaded fraction
+
+
+@dataclass(frozen=True)
+class Override:
+    """Weights whose name matches `pattern` go to the default buffer type of the ggml device `device`."""
+
+    pattern: str
+    device: str
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """What llama.cpp is told. `devices` are ggml device names; without any, everything runs on the CPU."""
+
+    n_context: int
+    n_ubatch: int
+    n_threads: int
+    type_k: str = "f16"
+    type_v: str = "f16"
+    flash_attention: bool = True
+    devices: tuple[str, ...] = ()
+    n_gpu_layers: int = -1  # all
+    overrides: tuple[Override, ...] = ()
+    use_mmap: bool = False  # with mmap, llama.cpp replaces pinned host buffers by pageable ones
+    use_repacking: bool = False  # llama.cpp's own layouts for CPU weights: other kernels, other rounding
+    no_alloc: bool = False  # account for memory without taking any, and read no weights
+
+
+class _BufferTypeOverride(ctypes.Structure):
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _discard(_level: int, _text: bytes, _user: Any) -> None:
+    """Swallow llama.cpp's messages outside of `captured_log`."""
+
+
+@contextmanager
+def captured_log() -> Iterator[deque[str]]:
+    """Collect llama.cpp's and ggml's last messages instead of printing them."""
+    lines: deque[str] = deque(maxlen=200)
+
+    @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+    def collect(_level: int, text: bytes, _user: Any) -> None:
+        lines.append(text.decode(errors="replace"))
+
+    llama_cpp.llama_log_set(collect, ctypes.c_void_p())
+    try:
+        yield lines
+    finally:
+        llama_cpp.llama_log_set(_discard, ctypes.c_void_p())
+
+
+def last_problem(lines: Sequence[str]) -> str:
+    """Return the message among llama.cpp's log lines that says best what went wrong, or ""."""
+    told = [line.strip() for line in lines if line.strip()]
+    for pattern in (r"GGML_ASSERT|ggml_abort", r"out of memory|unable to allocate", r"\berror\b.*: ", r"\bfailed\b"):
+        for line in reversed(told):
+            if re.search(pattern, line, re.IGNORECASE) and not re.search(r"failed to load model$", line):
+                return re.sub(r"^(\S*: |error loading model: )+", "", line)
+    return told[-1] if told else ""
+
+
+@contextmanager
+def open_model(
+    path: Path, settings: LoadSettings, ggml: Ggml, on_progress: OnProgress | None = None
+) -> Iterator[Model]:
+    """Load the model and free it on exit. Raises DeviceError without memory, else InvalidFileError.
+
+    KeyboardInterrupt while loading frees everything.
+    """
+    parameters = llama_cpp.llama_model_default_params()
+    devices = (ctypes.c_void_p * (len(settings.devices) + 1))(*map(ggml.device, settings.devices), None)
+    overrides = (_BufferTypeOverride * (len(settings.overrides) + 1))(
+        *(_BufferTypeOverride(item.pattern.encode(), ggml.buffer_type(item.device)) for item in settings.overrides)
+    )
+    parameters.devices = ctypes.cast(devices, ctypes.c_void_p)
+    if settings.overrides:
+        parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+    parameters.n_gpu_layers = settings.n_gpu_layers
+    parameters.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if settings.use_mmap else llama_cpp.LLAMA_LOAD_MODE_NONE
+    parameters.use_extra_bufts = settings.use_repacking
+    parameters.no_alloc = settings.no_alloc
+    interrupts: list[KeyboardInterrupt] = []
+
+    @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
+    def report(fraction: float, _user: Any) -> bool:
+        try:
+            if on_progress is not None:
+                on_progress(fraction)
+        except KeyboardInterrupt as interrupt:  # ctypes would swallow it; False makes llama.cpp stop and free
+            interrupts.append(interrupt)
+        return not interrupts
+
+    parameters.progress_callback = report
+    with captured_log() as log:
+        llama_cpp.llama_backend_init()
+        model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+    if interrupts:
+        if model:
+            llama_cpp.llama_model_free(model)
+        raise interrupts[0]
+    if not model:
+        raise _failure(f"llama.cpp cannot load {path}", log)
+    try:
+        yield model
+    finally:
+        llama_cpp.llama_model_free(model)
+
+
+@contextmanager
+def open_context(model: Model, settings: LoadSettings, ggml: Ggml) -> Iterator[Context]:
+    """Create a context for one sequence, which outputs the logits of one token per batch. Raises as `open_model`."""
+    parameters = llama_cpp.llama_context_default_params()
+    parameters.n_ctx = settings.n_context
+    parameters.n_batch = parameters.n_ubatch = settings.n_ubatch
+    parameters.n_seq_max = 1
+    parameters.n_outputs_max = 1  # saves n_vocab x n_ubatch floats of VRAM
+    parameters.n_threads = parameters.n_threads_batch = settings.n_threads
+    parameters.type_k = ggml.type_number(settings.type_k)
+    parameters.type_v = ggml.type_number(settings.type_v)
+    parameters.flash_attn_type = (
+        llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        if settings.flash_attention
+        else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    )
+    parameters.no_perf = True
+    with captured_log() as log:
+        context = llama_cpp.llama_init_from_model(model, parameters)
+    if not context:
+        raise _failure("llama.cpp cannot create a context", log)
+    try:
+        yield context
+    finally:
+        with captured_log():
+            llama_cpp.llama_free(context)
+
+
+def _failure(what: str, log: Sequence[str]) -> AtsplanError:
+    message = f"{what}: {last_problem(log) or 'it gave no reason'}"
+    if re.search(r"out of memory|unable to allocate|failed to allocate", "".join(log)):
+        return DeviceError(message, "Free memory on the device, or solve again with a smaller --vram or --ctx.")
+    return InvalidFileError(message)
