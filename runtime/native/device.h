@@ -1,0 +1,17 @@
+// The hybrid device as ggml sees it, and the memory it uses.
+#pragma once
+
+#include "ggml-backend.h"
+
+// The GPU behind the hybrid device: chosen once, by ATSPLAN_DEVICE, else the first CUDA device, else the simulated one.
+ggml_backend_dev_t ats_inner_device();
+
+// Pinned host memory for weights that the hybrid device computes on either lane. A type of its own, so that llama.cpp's
+// scheduler keeps copying graph inputs to VRAM instead of letting kernels read them over PCIe again and again.
+ggml_backend_buffer_type_t ats_host_buffer_type();
+
+// True for a weight in that memory.
+bool ats_is_host_weight(const ggml_tensor * tensor);
+
+// Host memory that was asked for and could not be pinned, in bytes, since the process started.
+int64_t ats_unpinned_bytes();

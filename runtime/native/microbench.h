@@ -1,0 +1,89 @@
+// What the micro-benchmarks share: the backends they time, pools of weights, and graphs timed from end to end.
+// Everything here throws std::runtime_error; the exported functions turn that into -1 and ats_last_error().
+#pragma once
+
+#include "atsplan.h"
+#include "error.h"
+
+#include "ggml-cpp.h"
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace microbench {
+
+constexpr int64_t MIN_SAMPLE_NS   = 1000000;  // work is repeated until one sample lasts this long, then divided
+
+constexpr int     MAX_REPETITIONS = 1024;
+constexpr int64_t SLOW_NS         = 50000000; // what lasts longer than this is not repeated just to warm up
+
+int64_t now_ns();
+
+[[noreturn]] void fail(const char * format, ...) __attribute__((format(printf, 1, 2)));
+
+// One per process, guarded by one mutex: measurements that overlap would measure each other.
+std::mutex & bench_mutex();
+
+template <typename Body> int guarded(Body body) {
+    try {
+        const std::lock_guard<std::mutex> lock(bench_mutex());
+        body();
+        return 0;
+    } catch (const std::exception & error) {
+        return ats_fail("%s", error.what());
+    }
+}
+
+// Backends are created once and kept until ats_bench_release(). The copy backend is a second queue of the inner GPU.
+ggml_backend_t cpu_backend(int n_threads);
+ggml_backend_t gpu_backend();
+ggml_backend_t copy_backend();
+ggml_backend_t backend_by_name(const char * device, int n_threads); // "cpu", "sim" or a ggml device's name
+bool           is_cpu(ggml_backend_t backend);
+
+// Pinned memory if the inner GPU has any, else plain memory: where host weights live when a plan runs.
+ggml_backend_buffer_type_t host_buffer_type();
+
+ggml_context_ptr        new_context(size_t n_tensors, size_t graph_size);
+ggml_backend_buffer_ptr allocate(ggml_context * context, ggml_backend_buffer_type_t type);
+void                    fill_random(ggml_tensor * tensor, float amplitude); // f32, uniform, never all zero
+
+// Compute the nodes [first, last) and wait for them; returns the time.
+int64_t time_nodes(ggml_backend_t backend, ggml_cgraph * graph, int first, int last);
+
+void check_sampling(int32_t n_warmup, int32_t n_samples, const int64_t * samples);
+
+// Call `run` n_warmup times unrecorded, then n_samples times. `run` returns the sample.
+void take_samples(int32_t n_warmup, int32_t n_samples, int64_t * samples, const std::function<int64_t()> & run);
+
+// Matrix products over enough distinct weights that none is still in a cache when its turn comes again.
+class MatmulBench {
+  public:
+    MatmulBench(ggml_backend_t backend, const ats_matmul_spec * spec);
+
+    int64_t bytes_per_product() const;   // weight bytes that one product reads
+    int64_t run(int n_products);         // time of the next n_products, all together
+    int     calibrate();                 // warm up; returns how many products make one sample
+
+  private:
+    void build(int n_products);
+
+    ggml_backend_t          backend;
+    ats_matmul_spec         spec;
+    bool                    by_group;    // one token and experts: each product reads only its group of experts
+    struct WeightPool *     pool;
+    int64_t                 n_groups;    // disjoint groups of experts in one copy of the weights
+    int64_t                 n_distinct;  // products until the same weights come again
+    ggml_context_ptr        operands;
+    ggml_tensor *           input = nullptr;
+    ggml_tensor *           ids   = nullptr; // a row of expert ids per token, or per group
+    ggml_backend_buffer_ptr operand_buffer, output_buffer;
+    ggml_context_ptr        nodes;
+    ggml_cgraph *           graph = nullptr;
+};
+
+} // namespace microbench

@@ -1,0 +1,38 @@
+// What the process asked of the hybrid device: classes of host weights and options.
+#pragma once
+
+#include "atsplan.h"
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+struct WeightClasses {
+    ats_class decode  = ATS_CPU;
+    ats_class prefill = ATS_STREAM;
+};
+
+struct Settings {
+    std::unordered_map<std::string, WeightClasses> classes; // by tensor name
+
+    int64_t ring_bytes         = 0;
+    int64_t prefill_min_tokens = 32;
+    int64_t prefetch           = 1;
+    int64_t zero_copy          = 1;
+    int64_t early_launch       = 1;
+    int64_t statistics         = 1;
+
+    WeightClasses classes_of(const char * name) const {
+        const auto found = classes.find(name);
+        return found == classes.end() ? WeightClasses() : found->second;
+    }
+};
+
+// The settings in force. A new object is made for every change, so an executor compares pointers to notice one.
+std::shared_ptr<const Settings> current_settings();
+
+// Programs that cannot call the C API (llama-bench, llama-server) name a settings file in ATSPLAN_SETTINGS. Its lines:
+//   option NAME VALUE
+//   weight NAME DECODE PREFILL        classes as in the plan: stream or cpu
+// Returns -1 with ats_last_error() set if the file is named but unusable.
+int load_settings_file(const char * path);

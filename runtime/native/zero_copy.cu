@@ -1,0 +1,220 @@
+// The zero-copy bridge: small kernels on the compute stream that read and write mapped pinned memory.
+#include "bridge.h"
+
+#include <chrono>
+#include <cuda_runtime.h>
+#include <stdlib.h>
+#include <string.h>
+#include <string>
+
+#include "ggml-backend-impl.h"
+
+namespace {
+
+constexpr int    max_segments      = 4;
+constexpr int    threads_per_block = 512;
+constexpr size_t bytes_per_block   = 16 * 1024;
+constexpr int    max_blocks        = 64;
+
+struct Segments {
+    const void * source[max_segments];
+    void *       target[max_segments];
+    size_t       bytes[max_segments];
+    int          count;
+};
+
+__device__ void copy_segment(void * target, const void * source, size_t bytes) {
+    const size_t first  = blockIdx.x * blockDim.x + threadIdx.x;
+    const size_t stride = gridDim.x * blockDim.x;
+    const bool   wide   = (reinterpret_cast<size_t>(target) | reinterpret_cast<size_t>(source)) % sizeof(float4) == 0;
+    size_t       done   = 0;
+    if (wide) {
+        const size_t n = bytes / sizeof(float4);
+        for (size_t i = first; i < n; i += stride) {
+            static_cast<float4 *>(target)[i] = static_cast<const float4 *>(source)[i];
+        }
+        done = n * sizeof(float4);
+    }
+    for (size_t i = done + first; i < bytes; i += stride) {
+        static_cast<char *>(target)[i] = static_cast<const char *>(source)[i];
+    }
+}
+
+// The last block to finish signals the host. `arrived` counts blocks and returns to zero.
+__global__ void publish_kernel(Segments segments, unsigned * arrived, volatile unsigned * published, unsigned round) {
+    for (int i = 0; i < segments.count; i++) {
+        copy_segment(segments.target[i], segments.source[i], segments.bytes[i]);
+    }
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x == 0 && atomicAdd(arrived, 1) == gridDim.x - 1) {
+        *arrived = 0;
+        __threadfence_system();
+        *published = round;
+    }
+}
+
+__global__ void fetch_kernel(Segments segments, const volatile unsigned * computed, unsigned round) {
+    if (threadIdx.x == 0) {
+        while (static_cast<int>(*computed - round) < 0) {
+            __nanosleep(100);
+        }
+        __threadfence_system();
+    }
+    __syncthreads();
+    for (int i = 0; i < segments.count; i++) {
+        copy_segment(segments.target[i], segments.source[i], segments.bytes[i]);
+    }
+}
+
+// How ggml's CUDA backend context of this exact llama.cpp version begins; find_stream() proves it before use.
+struct CudaContextPrefix {
+    int          device;
+    std::string  name;
+    cudaEvent_t  copy_event;
+    cudaStream_t streams[16][8];
+};
+
+// The stream on which a CUDA backend computes, or null. An event that the backend records while we capture the
+// candidate stream is part of the capture only if both are the same stream.
+cudaStream_t find_stream(ggml_backend_t backend) {
+    ggml_backend_synchronize(backend); // creates the stream
+    const auto * context = static_cast<const CudaContextPrefix *>(backend->context);
+    if (context->device < 0 || context->device >= 16 || context->name != ggml_backend_name(backend)) {
+        return nullptr;
+    }
+    cudaStream_t         stream = context->streams[context->device][0];
+    ggml_backend_event_t event  = ggml_backend_event_new(ggml_backend_get_device(backend));
+    if (stream == nullptr || event == nullptr || cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed) != cudaSuccess) {
+        cudaGetLastError();
+        return nullptr;
+    }
+    ggml_backend_event_record(event, backend);
+    const bool  same  = cudaEventQuery(static_cast<cudaEvent_t>(event->context)) == cudaErrorCapturedEvent;
+    cudaGraph_t graph = nullptr;
+    cudaStreamEndCapture(stream, &graph);
+    if (graph != nullptr) {
+        cudaGraphDestroy(graph);
+    }
+    cudaGetLastError();
+    ggml_backend_event_free(event);
+    return same ? stream : nullptr;
+}
+
+class ZeroCopyBridge final : public ActivationBridge {
+  public:
+    static std::unique_ptr<ZeroCopyBridge> create(ggml_backend_t compute) {
+        auto bridge = std::unique_ptr<ZeroCopyBridge>(new ZeroCopyBridge());
+        bridge->stream_ = find_stream(compute);
+        const bool ok   = bridge->stream_ != nullptr &&
+                        cudaHostAlloc(reinterpret_cast<void **>(&bridge->flags_), 2 * flag_stride, cudaHostAllocDefault) == cudaSuccess &&
+                        cudaMalloc(reinterpret_cast<void **>(&bridge->arrived_), sizeof(unsigned)) == cudaSuccess &&
+                        cudaMemset(bridge->arrived_, 0, sizeof(unsigned)) == cudaSuccess;
+        if (!ok) {
+            cudaGetLastError();
+            return nullptr;
+        }
+        memset(bridge->flags_, 0, 2 * flag_stride);
+        const char * blocking    = getenv("CUDA_LAUNCH_BLOCKING");
+        bridge->launches_block_ = blocking != nullptr && strcmp(blocking, "0") != 0;
+        return bridge;
+    }
+
+    ~ZeroCopyBridge() override {
+        if (stream_ != nullptr) {
+            cudaStreamSynchronize(stream_);
+        }
+        cudaFree(arrived_);
+        cudaFreeHost(flags_);
+    }
+
+    bool publish(const std::vector<Crossing> & crossings, uint32_t round) override {
+        size_t i = 0;
+        do { // several kernels only if there are more tensors than fit in one argument; the last one signals
+            Segments     segments = {};
+            const size_t last     = fill(segments, crossings, i, true);
+            const bool   signals  = last == crossings.size();
+            publish_kernel<<<blocks_for(segments), threads_per_block, 0, stream_>>>(segments, arrived_, signals ? published() : scratch(), round);
+            i = last;
+        } while (i < crossings.size());
+        return cudaPeekAtLastError() == cudaSuccess;
+    }
+
+    bool wait_published(uint32_t round) override {
+        using clock = std::chrono::steady_clock;
+        auto deadline = clock::now() + std::chrono::milliseconds(500);
+        for (unsigned spins = 1; static_cast<int32_t>(*published() - round) < 0; spins++) {
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#endif
+            if (spins % 65536 == 0 && clock::now() > deadline) { // a failed GPU never signals
+                const cudaError_t status = cudaStreamQuery(stream_);
+                if (status != cudaErrorNotReady && static_cast<int32_t>(*published() - round) < 0) {
+                    return false;
+                }
+                deadline = clock::now() + std::chrono::milliseconds(500);
+            }
+        }
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        return true;
+    }
+
+    void mark_computed(uint32_t round) override {
+        __atomic_thread_fence(__ATOMIC_RELEASE);
+        *computed() = round;
+    }
+
+    bool fetch(const std::vector<Crossing> & crossings, uint32_t round) override {
+        for (size_t i = 0; i < crossings.size();) {
+            Segments segments = {};
+            i                 = fill(segments, crossings, i, false);
+            fetch_kernel<<<blocks_for(segments), threads_per_block, 0, stream_>>>(segments, computed(), round);
+        }
+        return cudaPeekAtLastError() == cudaSuccess;
+    }
+
+    bool can_fetch_early() const override { return !launches_block_; }
+
+  private:
+    static constexpr size_t flag_stride = 256; // bytes: flags of the two directions in cache lines of their own
+
+    volatile unsigned * published() { return flags_; }
+
+    volatile unsigned * scratch() { return flags_ + 1; }
+
+    volatile unsigned * computed() { return flags_ + flag_stride / sizeof(unsigned); }
+
+    static size_t fill(Segments & segments, const std::vector<Crossing> & crossings, size_t first, bool to_host) {
+        size_t i = first;
+        for (; i < crossings.size() && segments.count < max_segments; i++) {
+            const int n        = segments.count++;
+            segments.source[n] = to_host ? crossings[i].tensor->data : crossings[i].host;
+            segments.target[n] = to_host ? crossings[i].host : crossings[i].tensor->data;
+            segments.bytes[n]  = crossings[i].bytes;
+        }
+        return i;
+    }
+
+    static int blocks_for(const Segments & segments) {
+        size_t largest = 0;
+        for (int i = 0; i < segments.count; i++) {
+            largest = segments.bytes[i] > largest ? segments.bytes[i] : largest;
+        }
+        const size_t blocks = (largest + bytes_per_block - 1) / bytes_per_block;
+        return blocks < 1 ? 1 : blocks > max_blocks ? max_blocks : static_cast<int>(blocks);
+    }
+
+    cudaStream_t stream_         = nullptr;
+    unsigned *   flags_          = nullptr;
+    unsigned *   arrived_        = nullptr;
+    bool         launches_block_ = false;
+};
+
+} // namespace
+
+std::unique_ptr<ActivationBridge> make_zero_copy_bridge(ggml_backend_t compute) {
+    if (strncmp(ggml_backend_name(compute), "CUDA", 4) != 0) {
+        return nullptr;
+    }
+    return ZeroCopyBridge::create(compute);
+}
