@@ -65,7 +65,7 @@ MetadataValue = Scalar | tuple[Scalar, ...] | LargeArray
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One entry of the tensor table. `shape` is ggml's `ne`, innermost first; the offset counts from the file's start."""
+    """One entry of the tensor table. `shape` is ggml's `ne`, innermost first; the offset is the file's."""
 
     name: str
     type_name: str
@@ -127,7 +127,7 @@ def read_model_info(path: str | os.PathLike[str]) -> ModelInfo:
 
 
 def model_info(model: GgufModel) -> ModelInfo:
-    """Describe `model`. Raises InvalidFileError if it is an adapter or a projector, or lacks facts llama.cpp requires."""
+    """Describe `model`. Raises InvalidFileError if it is an adapter or projector, or lacks facts llama.cpp requires."""
     path = model.paths[0]
     kind = model.metadata.get("general.type", "model")
     architecture = model.metadata.get("general.architecture")
