@@ -1,0 +1,91 @@
+"""Load llama.cpp and the native helper into this process, and refuse a helper that was built for something else."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.errors import AtsplanError, DeviceError, MismatchError
+
+from .bindings import API_VERSION, Ggml, Helper
+from .build import Report, expected_stamp, find_llama, native_helper
+from .session import captured_log, last_problem
+
+HYBRID_DEVICE = "ATS0"
+HOST_DEVICE = "ATSHOST"  # computes nothing; its buffer type is the pinned host memory
+
+
+@dataclass(frozen=True)
+class Library:
+    """The shared libraries of this process. Their function objects are our own, apart from llama_cpp's."""
+
+    device: str  # the inner device: "cuda0", "sim", ...
+    ats: ctypes.CDLL
+    llama: ctypes.CDLL
+    ggml: ctypes.CDLL
+    ggml_base: ctypes.CDLL
+
+
+# ggml registers a plug-in once per process and never lets it go, so this mirrors a state that exists anyway.
+_loaded: list[Library] = []
+
+
+def load(device: str, report: Report = lambda message: None) -> Library:
+    """Return the process's libraries with `device` inside the hybrid device, building the helper if need be.
+
+    Raises DeviceError for a second device in one process or one that does not exist, MismatchError for a helper
+    of another version, AtsplanError if the helper cannot be built.
+    """
+    if not _loaded:
+        _loaded.append(_load(device, native_helper(report)))
+    (library,) = _loaded
+    if library.device != device:
+        raise DeviceError(
+            f"This process already uses the device {library.device} and cannot change to {device}.",
+            "Start another process for another device.",
+        )
+    return library
+
+
+def _load(device: str, path: Path) -> Library:
+    import llama_cpp._ggml
+    from llama_cpp import llama_cpp as binding
+
+    os.environ["ATSPLAN_DEVICE"] = device if device == "sim" else device.upper()
+    folder = find_llama().library_folder
+    ggml = ctypes.CDLL("libggml.so", handle=llama_cpp._ggml.libggml._handle)
+    ggml.ggml_backend_load.restype = ctypes.c_void_p
+    ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
+    try:
+        # By the name under which it is loaded already: libggml-base.so would be a second copy.
+        ggml_base = ctypes.CDLL(str(folder / "libggml-base.so.0"))
+        ats = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise AtsplanError(f"The native helper cannot be loaded: {error}.", "Reinstall llama-cpp-python.") from error
+    library = Library(device, ats, ctypes.CDLL("libllama.so", handle=binding._lib._handle), ggml, ggml_base)
+    _check_versions(ats, path)
+    with captured_log() as log:
+        registered = ggml.ggml_backend_load(str(path).encode())
+    if not registered or HYBRID_DEVICE not in Ggml(ggml).devices():
+        raise DeviceError(
+            f"llama.cpp does not accept the device {device}: {last_problem(log) or 'it gave no reason'}",
+            "Use --device sim where there is no supported GPU.",
+        )
+    return library
+
+
+def _check_versions(ats: ctypes.CDLL, path: Path) -> None:
+    """Raise MismatchError unless the helper was built from these sources for this llama-cpp-python."""
+    wanted = expected_stamp(find_llama())
+    try:
+        helper = Helper(ats)
+        found, version = helper.build_stamp, helper.api_version
+    except AttributeError as error:
+        found, version = f"none ({error})", 0
+    if found != wanted or version != API_VERSION:
+        raise MismatchError(
+            f"The native helper {path} does not fit this atsplan: it is '{found}' and should be '{wanted}'.",
+            "Unset ATSPLAN_NATIVE, or build the helper again with `python -m runtime.build`.",
+        )
