@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import metadata
 
 import typer
 
+from planner import __version__
 from planner.cli import register as register_planner
 from planner.errors import AtsplanError
 from profiler.cli import register as register_profiler
@@ -28,7 +28,7 @@ register_runtime(app)
 @app.callback(invoke_without_command=True)
 def root(context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
     if version:
-        typer.echo(f"atsplan {metadata.version('atsplan')}")
+        typer.echo(f"atsplan {__version__}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

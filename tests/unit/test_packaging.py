@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from planner import __version__
 from runtime import build
 
 ROOT = Path(build.__file__).parents[1]
@@ -26,11 +27,11 @@ def project() -> dict[str, object]:
     return project
 
 
-def test_wheel_has_the_packages_and_the_native_sources(tmp_path: Path, project: dict[str, object]) -> None:
+def test_wheel_has_the_packages_and_the_native_sources(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
-    dist_info = f"atsplan-{project['version']}.dist-info"
+    dist_info = f"atsplan-{__version__}.dist-info"
     with zipfile.ZipFile(wheel) as content:
         names = content.namelist()
         entry_points = content.read(f"{dist_info}/entry_points.txt").decode()
