@@ -1,0 +1,128 @@
+"""The command's root: what each kind of failure prints and which exit code it gives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+import atsplan
+from planner import __version__
+from planner.errors import AtsplanError
+
+ROOT = Path(atsplan.__file__).parent
+
+
+def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "atsplan", *arguments]
+    environment = os.environ | {"TERM": "dumb", "COLUMNS": "100"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def run_failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], int]:
+    """Return a function that runs the command with an app that raises, and returns the exit code."""
+    monkeypatch.delenv("ATSPLAN_DEBUG", raising=False)
+
+    def run(error: BaseException) -> int:
+        app = typer.Typer()
+
+        @app.command()
+        def fail() -> None:
+            raise error
+
+        monkeypatch.setattr(atsplan, "app", app)
+        monkeypatch.setattr(sys, "argv", ["atsplan"])
+        with pytest.raises(SystemExit) as caught:
+            atsplan.main()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code
+
+    return run
+
+
+def test_version_and_help() -> None:
+    result = command_line("--version")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"atsplan {__version__}\n", "")
+    for arguments in ([], ["--help"]):
+        result = command_line(*arguments)
+        assert result.returncode == 0
+        assert result.stderr == ""
+        for name in ("profile", "solve", "run", "show", "bench"):
+            assert f" {name} " in result.stdout
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['atsplan', '--help']; import atsplan\n"
+        "try: atsplan.main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'numpy', 'pandas', 'ortools', 'llama_cpp', 'pynvml', 'gguf', 'pydantic'} & set(sys.modules)\n"
+        "print(sorted(heavy), file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.stderr == "[]\n"
+
+
+def test_wrong_usage_is_two_plain_lines() -> None:
+    for arguments in (["no-such-command"], ["solve", "--no-such-option"]):
+        result = command_line(*arguments)
+        assert result.returncode == 2
+        assert result.stdout == ""
+        first, second = result.stderr.splitlines()
+        assert first.startswith("Error: No such ")
+        assert second == "Try 'atsplan --help'."
+
+
+def test_known_error(run_failing: Callable[[BaseException], int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_failing(AtsplanError("The file is empty.", "Download it again.")) == 1
+    assert capsys.readouterr() == ("", "Error: The file is empty.\nDownload it again.\n")
+    assert run_failing(AtsplanError("The file is empty.")) == 1
+    assert capsys.readouterr() == ("", "Error: The file is empty.\n")
+
+
+def test_unexpected_error_is_one_line_and_a_hint(
+    run_failing: Callable[[BaseException], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_failing(ZeroDivisionError("division by zero")) == 1
+    hint = "This is a bug in atsplan. Set ATSPLAN_DEBUG=1 to see where it happened."
+    assert capsys.readouterr() == ("", f"Error: ZeroDivisionError: division by zero\n{hint}\n")
+
+
+def test_debug_shows_the_traceback(
+    run_failing: Callable[[BaseException], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATSPLAN_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        run_failing(ZeroDivisionError())
+
+
+def test_interrupt(run_failing: Callable[[BaseException], int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_failing(KeyboardInterrupt()) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_broken_pipe_is_silent() -> None:
+    code = (
+        "import sys, typer, atsplan\n"
+        "atsplan.app = typer.Typer()\n"
+        "@atsplan.app.command()\n"
+        "def chatter():\n"
+        "    for _ in range(100_000): print('x' * 100)\n"
+        "sys.argv = ['atsplan']; atsplan.main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() != 0
