@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -205,6 +207,24 @@ def test_two_processes_compile_once(sources: Path) -> None:
     lines = sorted(line for process in processes for line in process.communicate()[0].splitlines())
     assert [process.returncode for process in processes] == [0, 0]
     assert lines.count("  compiling answer.cpp") == 1
+
+
+@pytest.mark.usefixtures("archive")
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_cuda_sources_are_compiled_where_llama_has_cuda(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = 'extern "C" __attribute__((visibility("default"))) void launch() { kernel<<<1, 1>>>(); }'
+    (sources / "kernel.cu").write_text(f"__global__ void kernel() {{}}\n{launch}")
+    plain = build.native_helper(source_folder=sources)
+    with_cuda = dataclasses.replace(build.find_llama(), has_cuda=True)
+    monkeypatch.setattr(build, "find_llama", lambda: with_cuda)
+    (sources / "answer.cpp").write_text("#include <cuda_runtime.h>\n#ifdef ATS_CUDA\n" + ANSWER_SOURCE + "\n#endif\n")
+    cuda = build.native_helper(source_folder=sources)
+    symbols = [
+        subprocess.run(["nm", "-D", path], capture_output=True, text=True, check=True).stdout for path in (plain, cuda)
+    ]
+    assert [" T launch" in text for text in symbols] == [False, True]
+    assert [" U cudaLaunchKernel" in text for text in symbols] == [False, True]
+    assert " T answer" in symbols[1]
 
 
 def test_prebuilt_helper_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
