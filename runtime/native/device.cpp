@@ -141,7 +141,7 @@ void device_memory(ggml_backend_dev_t device, size_t * free, size_t * total) {
     }
 }
 
-ggml_backend_dev_type device_type(ggml_backend_dev_t) {
+enum ggml_backend_dev_type device_type(ggml_backend_dev_t) {
     return GGML_BACKEND_DEVICE_TYPE_GPU;
 }
 

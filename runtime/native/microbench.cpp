@@ -2,6 +2,7 @@
 
 #include "device.h"
 
+#include "ggml-cpu.h"
 #include "ggml-impl.h"
 
 #include <algorithm>
@@ -13,7 +14,6 @@
 #include <random>
 #include <stdexcept>
 #include <strings.h>
-#include <thread>
 
 namespace microbench {
 
@@ -60,20 +60,12 @@ void fail(const char * format, ...) {
 
 // ---- backends ------------------------------------------------------------------------------------------------
 
-static void set_n_threads(ggml_backend_t backend, int n_threads) {
-    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
-    auto * set = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
-    if (set) {
-        set(backend, n_threads);
-    }
-}
-
 static ggml_backend_t cached(ggml_backend_ptr & slot, ggml_backend_dev_t device) {
     if (!slot) {
-        slot.reset(device ? ggml_backend_dev_init(device, nullptr) : nullptr);
+        slot.reset(ggml_backend_dev_init(device, nullptr));
     }
     if (!slot) {
-        fail("cannot initialise the device %s", device ? ggml_backend_dev_name(device) : "(none)");
+        fail("cannot initialise the device %s", ggml_backend_dev_name(device));
     }
     return slot.get();
 }
@@ -83,18 +75,12 @@ ggml_backend_t cpu_backend(int n_threads) {
         fail("%d is not a number of threads between 1 and %d", n_threads, GGML_MAX_N_THREADS);
     }
     ggml_backend_t backend = cached(state().cpu, ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU));
-    set_n_threads(backend, n_threads);
+    ggml_backend_cpu_set_n_threads(backend, n_threads);
     return backend;
 }
 
-static ggml_backend_t gpu_queue(ggml_backend_ptr & slot) {
-    ggml_backend_t backend = cached(slot, ats_inner_device());
-    set_n_threads(backend, std::max(1u, std::thread::hardware_concurrency())); // a simulated GPU has threads
-    return backend;
-}
-
-ggml_backend_t gpu_backend() { return gpu_queue(state().gpu); }
-ggml_backend_t copy_backend() { return gpu_queue(state().copy); }
+ggml_backend_t gpu_backend() { return cached(state().gpu, ats_inner_device()); }
+ggml_backend_t copy_backend() { return cached(state().copy, ats_inner_device()); }
 
 bool is_cpu(ggml_backend_t backend) { return backend == state().cpu.get(); }
 
@@ -105,19 +91,11 @@ ggml_backend_t backend_by_name(const char * device, int n_threads) {
     if (strcasecmp(device, "cpu") == 0) {
         return cpu_backend(n_threads);
     }
-    ggml_backend_dev_t inner = ats_inner_device();
-    if (!inner || strcasecmp(device, ggml_backend_dev_name(inner)) != 0) {
-        fail("the device to measure is %s, not %s", inner ? ggml_backend_dev_name(inner) : "the CPU alone", device);
+    const char * inner = ggml_backend_dev_name(ats_inner_device());
+    if (strcasecmp(device, inner) != 0) {
+        fail("this process measures %s, not %s", inner, device);
     }
     return gpu_backend();
-}
-
-ggml_backend_buffer_type_t host_buffer_type() {
-    ggml_backend_dev_t         inner = ats_inner_device();
-    ggml_backend_buffer_type_t type  = inner ? ggml_backend_dev_host_buffer_type(inner) : nullptr;
-    return type && ggml_backend_buft_is_host(type)
-               ? type
-               : ggml_backend_dev_buffer_type(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU));
 }
 
 // ---- tensors and timing --------------------------------------------------------------------------------------
@@ -162,6 +140,20 @@ int64_t time_nodes(ggml_backend_t backend, ggml_cgraph * graph, int first, int l
         fail("%s failed: %s", ggml_backend_name(backend), ggml_status_to_string(status));
     }
     return duration;
+}
+
+int repetitions(const std::function<int64_t(int)> & run) {
+    int     n    = 1;
+    int64_t time = run(n);
+    if (time < SLOW_NS) {
+        time = run(n); // the first one loaded kernels and woke threads
+    }
+    while (time < MIN_SAMPLE_NS && n < MAX_REPETITIONS) {
+        const int64_t wanted = n * MIN_SAMPLE_NS / std::max<int64_t>(time, 1) + 1;
+        n                    = (int) std::clamp<int64_t>(wanted, n + 1, MAX_REPETITIONS);
+        time                 = run(n);
+    }
+    return n;
 }
 
 void check_sampling(int32_t n_warmup, int32_t n_samples, const int64_t * samples) {
@@ -241,7 +233,7 @@ static WeightPool & filled_pool(ggml_backend_t backend, const ats_matmul_spec & 
     State &                    s    = state();
     WeightPool &               pool = is_cpu(backend) ? s.host_pool : s.device_pool;
     ggml_backend_buffer_type_t buffer_type =
-        is_cpu(backend) ? host_buffer_type() : ggml_backend_get_default_buffer_type(backend);
+        is_cpu(backend) ? ats_host_buffer_type() : ggml_backend_get_default_buffer_type(backend);
     const ggml_type type         = (ggml_type) spec.type;
     const int64_t   tensor_bytes = ggml_row_size(type, spec.shape[0]) * spec.shape[1] * spec.shape[2];
 
@@ -352,21 +344,12 @@ int64_t MatmulBench::run(int n_products) {
 }
 
 int MatmulBench::calibrate() {
-    int     n    = 1;
-    int64_t time = run(1);
-    if (time < SLOW_NS || !is_cpu(backend)) {
-        time = run(1); // the first one loaded kernels and woke threads
-    }
-    while (time < MIN_SAMPLE_NS && n < MAX_REPETITIONS) {
-        const int64_t wanted = n * MIN_SAMPLE_NS / std::max<int64_t>(time, 1) + 1;
-        n                    = (int) std::clamp<int64_t>(wanted, n + 1, MAX_REPETITIONS);
-        time                 = run(n);
-    }
+    int n = repetitions([this](int n_products) { return run(n_products); });
     if (!is_cpu(backend)) { // what is replayed must itself go through all the distinct weights
         const int period = (int) std::min<int64_t>(n_distinct, MAX_REPETITIONS);
         n                = (n + period - 1) / period * period;
-        for (int i = 0; i < 3 && time < SLOW_NS; i++) {
-            time = run(n); // launched twice in the same form, a CUDA graph is captured
+        for (int i = 0; i < 3 && run(n) < SLOW_NS; i++) {
+            // launched twice in the same form, a CUDA graph is captured
         }
     }
     return n;

@@ -19,7 +19,7 @@ namespace microbench {
 constexpr int64_t MIN_SAMPLE_NS   = 1000000;  // work is repeated until one sample lasts this long, then divided
 
 constexpr int     MAX_REPETITIONS = 1024;
-constexpr int64_t SLOW_NS         = 50000000; // what lasts longer than this is not repeated just to warm up
+constexpr int64_t SLOW_NS         = 300000000; // what lasts longer than this is not repeated just to warm up
 
 int64_t now_ns();
 
@@ -45,15 +45,15 @@ ggml_backend_t copy_backend();
 ggml_backend_t backend_by_name(const char * device, int n_threads); // "cpu", "sim" or a ggml device's name
 bool           is_cpu(ggml_backend_t backend);
 
-// Pinned memory if the inner GPU has any, else plain memory: where host weights live when a plan runs.
-ggml_backend_buffer_type_t host_buffer_type();
-
 ggml_context_ptr        new_context(size_t n_tensors, size_t graph_size);
 ggml_backend_buffer_ptr allocate(ggml_context * context, ggml_backend_buffer_type_t type);
 void                    fill_random(ggml_tensor * tensor, float amplitude); // f32, uniform, never all zero
 
 // Compute the nodes [first, last) and wait for them; returns the time.
 int64_t time_nodes(ggml_backend_t backend, ggml_cgraph * graph, int first, int last);
+
+// Warm up with `run(n)`, which returns the time of n repetitions; returns how many of them make one sample.
+int repetitions(const std::function<int64_t(int)> & run);
 
 void check_sampling(int32_t n_warmup, int32_t n_samples, const int64_t * samples);
 

@@ -243,8 +243,8 @@ class Compiler {
 
     // A launch waits for all its streamed weights: merging saves launches but delays the first node.
     bool may_merge(const Operation & launch, size_t bytes) const {
-        const bool only_view_or_streams = launch.last_stream > launch.first_stream;
-        return only_view_or_streams && launch_bytes_ + bytes <= rules_.merge_bytes;
+        const bool has_streams = launch.last_stream > launch.first_stream;
+        return !program_.is_prefill && has_streams && launch_bytes_ + bytes <= rules_.merge_bytes;
     }
 
     void append_to_launch(ggml_tensor * node) {

@@ -14,7 +14,7 @@ struct ScheduleRules {
     std::function<bool(const ggml_tensor *, int64_t)> streams;        // a host weight's class for that many tokens is stream
     std::function<bool(const ggml_tensor *)>          gpu_supports;   // the GPU can compute the node
     std::function<bool(const ggml_tensor *)>          cpu_supports;
-    size_t                                            merge_bytes = 0; // one launch may wait for this many streamed bytes
+    size_t                                            merge_bytes = 0; // while decoding, one launch may wait for this many streamed bytes
     int64_t                                           prefill_min_tokens = 0;
 };
 

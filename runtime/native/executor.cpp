@@ -1,0 +1,381 @@
+#include "executor.h"
+
+#include "device.h"
+#include "error.h"
+
+#include "ggml-backend-impl.h"
+
+#include <algorithm>
+#include <chrono>
+#include <mutex>
+#include <string.h>
+#include <unordered_map>
+
+namespace {
+
+constexpr size_t  max_programs       = 4;   // decode and prefill graphs of the current and the previous shape
+constexpr int64_t runs_before_early  = 3;   // by then kernels are loaded and CUDA graphs captured: no launch can block
+constexpr int     max_nodes_ahead    = 400; // well under the depth of a CUDA launch queue
+constexpr size_t  arena_alignment    = 256;
+
+std::mutex              registry_mutex;
+std::vector<Executor *> executors;
+ats_statistics          totals = {};
+
+int64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Adds the time from construction to destruction to a counter.
+class Stopwatch {
+  public:
+    Stopwatch(int64_t & counter, bool enabled) : counter_(counter), start_(enabled ? now_ns() : 0), enabled_(enabled) {}
+
+    ~Stopwatch() {
+        if (enabled_) {
+            counter_ += now_ns() - start_;
+        }
+    }
+
+  private:
+    int64_t & counter_;
+    int64_t   start_;
+    bool      enabled_;
+};
+
+size_t align_up(size_t size) {
+    return (size + arena_alignment - 1) / arena_alignment * arena_alignment;
+}
+
+} // namespace
+
+std::unique_ptr<Executor> Executor::create() {
+    std::unique_ptr<Executor> executor(new Executor());
+    executor->compute_.reset(ggml_backend_dev_init(ats_inner_device(), nullptr));
+    executor->transfer_.reset(ggml_backend_dev_init(ats_inner_device(), nullptr));
+    executor->cpu_.reset(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
+    if (!executor->compute_ || !executor->transfer_ || !executor->cpu_) {
+        ats_fail("cannot start %s", ggml_backend_dev_name(ats_inner_device()));
+        return nullptr;
+    }
+    executor->ring_             = std::make_unique<WeightRing>(executor->compute_.get(), executor->transfer_.get());
+    executor->copy_bridge_      = make_copy_bridge(executor->compute_.get());
+    executor->zero_copy_bridge_ = make_zero_copy_bridge(executor->compute_.get());
+    executor->settings_         = current_settings();
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    executors.push_back(executor.get());
+    return executor;
+}
+
+Executor::~Executor() {
+    {
+        std::lock_guard<std::mutex> lock(registry_mutex);
+        executors.erase(std::remove(executors.begin(), executors.end(), this), executors.end());
+    }
+    if (transfer_) {
+        ggml_backend_synchronize(transfer_.get());
+    }
+    if (compute_) {
+        ggml_backend_synchronize(compute_.get());
+    }
+}
+
+void Executor::set_n_threads(int n_threads) {
+    ggml_threadpool_params params = ggml_threadpool_params_default(n_threads);
+    if (threadpool_ == nullptr || ggml_threadpool_get_n_threads(threadpool_.get()) != n_threads) {
+        ggml_backend_cpu_set_threadpool(cpu_.get(), nullptr);
+        threadpool_.reset(ggml_threadpool_new(&params));
+        ggml_backend_cpu_set_threadpool(cpu_.get(), threadpool_.get());
+    }
+    ggml_backend_cpu_set_n_threads(cpu_.get(), n_threads);
+}
+
+void Executor::set_abort_callback(ggml_abort_callback callback, void * data) {
+    ggml_backend_cpu_set_abort_callback(cpu_.get(), callback, data);
+}
+
+void Executor::release_memory() {
+    programs_.clear();
+    ring_->free_memory();
+}
+
+bool Executor::grow_arena(size_t bytes) {
+    if (arena_ && ggml_backend_buffer_get_size(arena_.get()) >= bytes) {
+        return true;
+    }
+    ggml_backend_synchronize(compute_.get());
+    programs_.clear(); // they hold addresses in the old arena
+    ggml_backend_buffer_type_t type = ggml_backend_dev_host_buffer_type(ats_inner_device());
+    arena_.reset(ggml_backend_buft_alloc_buffer(type != nullptr ? type : ggml_backend_cpu_buffer_type(), bytes));
+    return arena_ != nullptr;
+}
+
+// Clone the step's nodes into the arena, and count the bytes it takes; while there is no arena, only count.
+bool Executor::compile_cpu_step(const CpuStep & step, CompiledStep & result, size_t & bytes) {
+    const size_t     n      = step.nodes.size();
+    size_t           n_tensors = n;
+    for (const ggml_tensor * node : step.nodes) {
+        n_tensors += std::count_if(std::begin(node->src), std::end(node->src), [](const ggml_tensor * source) { return source != nullptr; });
+    }
+    ggml_init_params params = {n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n, false), nullptr, true};
+    result.context.reset(ggml_init(params));
+    if (!result.context) {
+        return false;
+    }
+    char *                                                 base = arena_ ? static_cast<char *>(ggml_backend_buffer_get_base(arena_.get())) : nullptr;
+    std::unordered_map<const ggml_tensor *, char *>        places; // memory root of a node of this step -> its place
+    std::unordered_map<const ggml_tensor *, ggml_tensor *> clones;
+    bytes = 0;
+
+    const auto take = [&](size_t size) {
+        char * place = base == nullptr ? nullptr : base + bytes;
+        bytes += align_up(size);
+        return place;
+    };
+    const auto clone_at = [&](const ggml_tensor * original, char * place) {
+        ggml_tensor * clone = ggml_new_tensor(result.context.get(), original->type, GGML_MAX_DIMS, original->ne);
+        *clone              = *original;
+        clone->data         = place;
+        clone->buffer       = arena_.get();
+        clone->view_src     = nullptr;
+        clone->view_offs    = 0;
+        clones[original]    = clone;
+        return clone;
+    };
+
+    for (ggml_tensor * input : step.inputs) {
+        char *        place = take(ggml_nbytes(input));
+        ggml_tensor * clone = clone_at(input, place);
+        clone->op           = GGML_OP_NONE;
+        memset(clone->src, 0, sizeof clone->src);
+        result.inputs.push_back({input, place, ggml_nbytes(input)});
+    }
+    result.graph = ggml_new_graph_custom(result.context.get(), n, false);
+    for (ggml_tensor * node : step.nodes) {
+        char *        place = take(ggml_nbytes(node));
+        ggml_tensor * clone = clone_at(node, place);
+        places[node]        = place;
+        clone->flags |= GGML_TENSOR_FLAG_COMPUTE;
+        for (ggml_tensor *& source : clone->src) {
+            if (source == nullptr || ats_is_host_weight(source)) {
+                continue; // weights are computed where they lie
+            }
+            const auto known = clones.find(source);
+            if (known != clones.end()) {
+                source = known->second;
+                continue;
+            }
+            const auto place_of_root = places.find(memory_root(source)); // a view of a result of this step
+            if (place_of_root == places.end()) {
+                return false;
+            }
+            const ptrdiff_t offset = static_cast<char *>(source->data) - static_cast<char *>(memory_root(source)->data);
+            ggml_tensor *   view   = clone_at(source, base == nullptr ? nullptr : place_of_root->second + offset);
+            view->op               = GGML_OP_NONE;
+            memset(view->src, 0, sizeof view->src);
+            source = view;
+        }
+        ggml_graph_add_node(result.graph, clone);
+        if (std::find(step.outputs.begin(), step.outputs.end(), node) != step.outputs.end()) {
+            result.outputs.push_back({node, place, ggml_nbytes(node)});
+        }
+    }
+    return true;
+}
+
+Executor::CompiledProgram * Executor::find_or_compile(ggml_cgraph * graph) {
+    const std::shared_ptr<const Settings> wanted = current_settings();
+    if (wanted != settings_) {
+        settings_ = wanted;
+        programs_.clear();
+    }
+    for (size_t i = 0; i < programs_.size(); i++) {
+        CompiledProgram & known = *programs_[i];
+        if (graph->uid != 0 && known.uid == graph->uid && known.template_graph.n_nodes == graph->n_nodes &&
+            known.template_graph.nodes == graph->nodes) {
+            std::rotate(programs_.begin() + static_cast<ptrdiff_t>(i), programs_.begin() + static_cast<ptrdiff_t>(i) + 1, programs_.end());
+            return programs_.back().get();
+        }
+    }
+    round_.n_compiles++;
+
+    ScheduleRules rules;
+    rules.is_host_weight = ats_is_host_weight;
+    rules.streams        = [this](const ggml_tensor * weight, int64_t n_tokens) {
+        const WeightClasses classes = settings_->classes_of(weight->name);
+        return (n_tokens >= settings_->prefill_min_tokens ? classes.prefill : classes.decode) == ATS_STREAM;
+    };
+    rules.gpu_supports       = [](const ggml_tensor * node) { return ggml_backend_dev_supports_op(ats_inner_device(), node); };
+    rules.cpu_supports       = [this](const ggml_tensor * node) { return ggml_backend_supports_op(cpu_.get(), node); };
+    rules.prefill_min_tokens = settings_->prefill_min_tokens;
+    // While decoding, copies take far longer than launches save: let neighbours share one, and the GPU fuse them.
+    rules.merge_bytes = static_cast<size_t>(settings_->ring_bytes) / 2;
+
+    auto compiled            = std::make_unique<CompiledProgram>();
+    compiled->uid            = graph->uid;
+    compiled->template_graph = ggml_graph_view(graph, 0, graph->n_nodes);
+    compiled->program        = compile_program(graph, rules);
+
+    size_t needed = 0;
+    for (const CpuStep & step : compiled->program.cpu_steps) {
+        CompiledStep sized;
+        size_t       bytes = 0;
+        if (!compile_cpu_step(step, sized, bytes)) {
+            return nullptr;
+        }
+        needed = std::max(needed, bytes);
+    }
+    // Steps follow each other on both lanes, so they share one arena: a step's inputs are published only after the
+    // outputs of the step before it were fetched.
+    if (needed > 0 && !grow_arena(needed)) {
+        return nullptr;
+    }
+    for (const CpuStep & step : compiled->program.cpu_steps) {
+        size_t bytes = 0;
+        compiled->cpu_steps.emplace_back();
+        if (!compile_cpu_step(step, compiled->cpu_steps.back(), bytes)) {
+            return nullptr;
+        }
+    }
+    for (size_t i = 0; i < compiled->program.operations.size(); i++) {
+        compiled->launch_uids.push_back(ggml_graph_next_uid());
+    }
+    if (programs_.size() >= max_programs) {
+        programs_.erase(programs_.begin());
+    }
+    programs_.push_back(std::move(compiled));
+    return programs_.back().get();
+}
+
+ggml_status Executor::compute(ggml_cgraph * graph) {
+    round_              = {};
+    ggml_status  status = GGML_STATUS_SUCCESS;
+    RingCounters before = ring_->counters();
+    {
+        Stopwatch         total(round_.total_ns, true);
+        CompiledProgram * compiled = find_or_compile(graph);
+        if (compiled == nullptr || !ring_->set_sequence(compiled->program, static_cast<size_t>(settings_->ring_bytes))) {
+            ats_fail("out of memory while preparing a graph of %d nodes", graph->n_nodes);
+            return GGML_STATUS_ALLOC_FAILED;
+        }
+        bridge_ = settings_->zero_copy != 0 && zero_copy_bridge_ ? zero_copy_bridge_.get() : copy_bridge_.get();
+        status  = run(*compiled);
+        round_base_ += static_cast<uint32_t>(compiled->program.cpu_steps.size());
+        compiled->n_runs++;
+    }
+    round_.streamed_bytes = ring_->counters().copied_bytes - before.copied_bytes;
+    round_.n_streamed     = ring_->counters().n_copies - before.n_copies;
+    round_.n_slot_stalls  = ring_->counters().n_stalls - before.n_stalls;
+
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    totals.n_graphs++;
+    totals.n_compiles += round_.n_compiles;
+    totals.total_ns += round_.total_ns;
+    totals.cpu_ns += round_.cpu_ns;
+    totals.wait_gpu_ns += round_.wait_gpu_ns;
+    totals.launch_ns += round_.launch_ns;
+    totals.copy_issue_ns += round_.copy_issue_ns;
+    totals.streamed_bytes += round_.streamed_bytes;
+    totals.activation_bytes += round_.activation_bytes;
+    totals.n_cpu_steps += round_.n_cpu_steps;
+    totals.n_gpu_steps += round_.n_gpu_steps;
+    totals.n_streamed += round_.n_streamed;
+    totals.n_slot_stalls += round_.n_slot_stalls;
+    totals.ring_bytes   = static_cast<int64_t>(ring_->size_bytes());
+    totals.pinned_bytes = arena_ ? static_cast<int64_t>(ggml_backend_buffer_get_size(arena_.get())) : 0;
+    return status;
+}
+
+ggml_status Executor::run(CompiledProgram & compiled) {
+    const std::vector<Operation> & operations = compiled.program.operations;
+    const bool early = settings_->early_launch != 0 && bridge_->can_fetch_early() && compiled.n_runs >= runs_before_early;
+    size_t     next  = 0; // first operation that was not enqueued yet
+    ggml_status status = GGML_STATUS_SUCCESS;
+    for (size_t i = 0; i < operations.size() && status == GGML_STATUS_SUCCESS; i++) {
+        if (operations[i].kind != OperationKind::compute) {
+            if (i >= next) {
+                status = enqueue(compiled, i);
+                next   = i + 1;
+            }
+            continue;
+        }
+        // The GPU is still busy with this step's inputs: hand it what comes after the step meanwhile.
+        next = std::max(next, i + 1);
+        for (int n_nodes = 0; early && next < operations.size() && operations[next].kind != OperationKind::compute; next++) {
+            n_nodes += operations[next].last - operations[next].first;
+            if (n_nodes > max_nodes_ahead || status != GGML_STATUS_SUCCESS) {
+                break;
+            }
+            status = enqueue(compiled, next);
+        }
+        const ggml_status computed = compute_step(compiled, operations[i]);
+        status                     = status == GGML_STATUS_SUCCESS ? computed : status;
+    }
+    return status;
+}
+
+ggml_status Executor::enqueue(CompiledProgram & compiled, size_t index) {
+    const Operation & operation = compiled.program.operations[index];
+    const bool        timed     = settings_->statistics != 0;
+    if (operation.kind == OperationKind::launch) {
+        if (settings_->prefetch != 0) {
+            Stopwatch stopwatch(round_.copy_issue_ns, timed);
+            ring_->prefetch(static_cast<int>(compiled.program.streams.size()));
+        }
+        Stopwatch stopwatch(round_.launch_ns, timed);
+        round_.n_gpu_steps++;
+        ggml_cgraph view = compiled.template_graph;
+        view.nodes       = compiled.program.gpu_nodes.data() + operation.first;
+        view.n_nodes     = operation.last - operation.first;
+        view.uid         = compiled.launch_uids[index];
+        return ring_->with_weights(compiled.program, operation.first_stream, operation.last_stream,
+                                   [&] { return ggml_backend_graph_compute_async(compute_.get(), &view); });
+    }
+    Stopwatch            stopwatch(round_.launch_ns, timed);
+    const CompiledStep & step = compiled.cpu_steps[operation.cpu_step];
+    const bool           up   = operation.kind == OperationKind::fetch;
+    for (const Crossing & crossing : up ? step.outputs : step.inputs) {
+        round_.activation_bytes += static_cast<int64_t>(crossing.bytes);
+    }
+    const bool ok = up ? bridge_->fetch(step.outputs, round_of(operation)) : bridge_->publish(step.inputs, round_of(operation));
+    return ok ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
+}
+
+ggml_status Executor::compute_step(CompiledProgram & compiled, const Operation & operation) {
+    const bool timed = settings_->statistics != 0;
+    {
+        Stopwatch stopwatch(round_.wait_gpu_ns, timed);
+        if (!bridge_->wait_published(round_of(operation))) {
+            bridge_->mark_computed(round_of(operation));
+            return GGML_STATUS_FAILED;
+        }
+    }
+    Stopwatch stopwatch(round_.cpu_ns, timed);
+    round_.n_cpu_steps++;
+    const ggml_status status = ggml_backend_graph_compute(cpu_.get(), compiled.cpu_steps[operation.cpu_step].graph);
+    bridge_->mark_computed(round_of(operation)); // also after a failure: the GPU may be waiting
+    return status;
+}
+
+int ats_get_statistics(ats_statistics * out, bool reset) {
+    if (out == nullptr) {
+        return ats_fail("ats_get_statistics: null argument");
+    }
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    *out = totals;
+    if (reset) {
+        const int64_t ring_bytes = totals.ring_bytes, pinned_bytes = totals.pinned_bytes;
+        totals              = {};
+        totals.ring_bytes   = ring_bytes;
+        totals.pinned_bytes = pinned_bytes;
+    }
+    return 0;
+}
+
+int ats_release_memory(void) {
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    for (Executor * executor : executors) {
+        executor->release_memory();
+    }
+    return 0;
+}

@@ -1,0 +1,63 @@
+// Executes graphs on the two lanes. One executor per backend instance; used from one thread at a time.
+#pragma once
+
+#include "bridge.h"
+#include "schedule.h"
+#include "settings.h"
+#include "weight_ring.h"
+
+#include "ggml-cpp.h"
+#include "ggml-cpu.h"
+#include "ggml-impl.h"
+
+#include <memory>
+#include <vector>
+
+class Executor {
+  public:
+    static std::unique_ptr<Executor> create(); // null if a backend cannot be created
+    ~Executor();
+
+    ggml_status    compute(ggml_cgraph * graph);
+    ggml_backend_t compute_backend() const { return compute_.get(); }
+    void           set_n_threads(int n_threads);
+    void           set_abort_callback(ggml_abort_callback callback, void * data);
+    void           release_memory();
+
+  private:
+    // A CPU step with its activations in the arena: clones of the nodes, so that nothing is patched per token.
+    struct CompiledStep {
+        ggml_context_ptr      context;
+        ggml_cgraph *         graph = nullptr;
+        std::vector<Crossing> inputs, outputs;
+    };
+
+    struct CompiledProgram {
+        uint64_t                  uid = 0;
+        ggml_cgraph               template_graph;
+        Program                   program;
+        std::vector<CompiledStep> cpu_steps;
+        std::vector<uint64_t>     launch_uids; // per operation
+        int64_t                   n_runs = 0;
+    };
+
+    Executor() = default;
+    CompiledProgram * find_or_compile(ggml_cgraph * graph);
+    bool              compile_cpu_step(const CpuStep & step, CompiledStep & result, size_t & bytes);
+    bool              grow_arena(size_t bytes);
+    ggml_status       run(CompiledProgram & compiled);
+    ggml_status       enqueue(CompiledProgram & compiled, size_t index);
+    ggml_status       compute_step(CompiledProgram & compiled, const Operation & operation);
+    uint32_t          round_of(const Operation & operation) const { return round_base_ + static_cast<uint32_t>(operation.cpu_step) + 1; }
+
+    ggml_backend_ptr                              compute_, transfer_, cpu_;
+    std::unique_ptr<WeightRing>                   ring_;
+    std::unique_ptr<ActivationBridge>             copy_bridge_, zero_copy_bridge_;
+    ActivationBridge *                            bridge_ = nullptr;
+    std::unique_ptr<ggml_threadpool, void (*)(ggml_threadpool *)> threadpool_{nullptr, ggml_threadpool_free};
+    ggml_backend_buffer_ptr                       arena_; // pinned host memory for the activations of one CPU step
+    std::shared_ptr<const Settings>               settings_;
+    std::vector<std::unique_ptr<CompiledProgram>> programs_; // most recently used last
+    uint32_t                                      round_base_ = 0;
+    ats_statistics                                round_ = {}; // of the graph being computed
+};
