@@ -17,7 +17,7 @@ from .errors import AtsplanError, InvalidFileError
 from .hardware import Software
 from .measurements import PROFILE_SCHEMA_VERSION, Profile, Series
 from .plan import PLAN_SCHEMA_VERSION, Plan
-from .records import read_record, to_json, write_record
+from .records import read_record, to_json, write_record, write_text
 from .workload import Workload
 
 Record = TypeVar("Record", Profile, Plan)
@@ -111,6 +111,22 @@ def store_plan(key: str, plan: Plan) -> Path:
 def find_plan(key: str) -> Plan | None:
     path = cache_folder() / "plans" / f"{_digest(key)}.v{PLAN_SCHEMA_VERSION}.json"
     return _load(path, Plan) if path.exists() else None
+
+
+def remember_model_path(model_fingerprint: str, path: str | os.PathLike[str]) -> None:
+    """Remember where the model with this fingerprint was last seen, so that a plan finds it again."""
+    folder = cache_folder() / "models"
+    with locked(folder):
+        write_text(folder / f"{_digest(model_fingerprint)}.path", os.path.abspath(path))
+
+
+def model_path(model_fingerprint: str) -> Path | None:
+    """Return the model file remembered for this fingerprint if it still exists, or None."""
+    try:
+        path = Path((cache_folder() / "models" / f"{_digest(model_fingerprint)}.path").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return path if path.is_file() else None
 
 
 @contextmanager

@@ -383,13 +383,23 @@ def _native_spec(spec: MatmulSpec) -> _MatmulSpec:
     return native
 
 
+class _DeviceProperties(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("description", ctypes.c_char_p),
+        ("memory_free", ctypes.c_size_t),
+        ("memory_total", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("device_id", ctypes.c_char_p),
+        ("capabilities", ctypes.c_bool * 5),
+    ]
+
+
 _GGML_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_dev_count": (ctypes.c_size_t, []),
     "ggml_backend_dev_get": (ctypes.c_void_p, [ctypes.c_size_t]),
     "ggml_backend_dev_name": (ctypes.c_char_p, [ctypes.c_void_p]),
-    "ggml_backend_dev_memory": (
-        None, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)],
-    ),
+    "ggml_backend_dev_get_props": (None, [ctypes.c_void_p, ctypes.POINTER(_DeviceProperties)]),
     "ggml_backend_dev_buffer_type": (ctypes.c_void_p, [ctypes.c_void_p]),
     "ggml_backend_buft_name": (ctypes.c_char_p, [ctypes.c_void_p]),
     "ggml_type_name": (ctypes.c_char_p, [ctypes.c_int]),
@@ -424,11 +434,11 @@ class Ggml:
     def buffer_type_name(self, device_name: str) -> str:
         return str(self._library.ggml_backend_buft_name(self.buffer_type(device_name)).decode())
 
-    def device_memory(self, device_name: str) -> tuple[int, int]:
-        """Return (free, total) bytes."""
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self._library.ggml_backend_dev_memory(self.device(device_name), ctypes.byref(free), ctypes.byref(total))
-        return free.value, total.value
+    def pci_bus_id(self, device_name: str) -> str:
+        """Return the device's address, such as "0000:c1:00.0"; "" if it has none."""
+        properties = _DeviceProperties()
+        self._library.ggml_backend_dev_get_props(self.device(device_name), ctypes.byref(properties))
+        return (properties.device_id or b"").decode()
 
     def type_number(self, name: str) -> int:
         """Return the ggml_type called `name`, such as "f16" or "q8_0". Raises DeviceError if there is none."""

@@ -21,7 +21,7 @@ from . import placement
 from .bindings import Ggml, Helper, Statistics
 from .library import HOST_DEVICE, Library
 from .sampling import Sampler
-from .session import LoadSettings, OnProgress, captured_log, last_problem, open_context, open_model
+from .session import LoadSettings, OnProgress, captured_log, deferred_interrupt, last_problem, open_context, open_model
 
 _CONTEXT_FULL = 1  # llama_decode's answer when no cell of the KV cache is free
 
@@ -75,7 +75,6 @@ class Engine:
         for first in range(0, len(tokens), self._n_ubatch):
             part = tokens[first : first + self._n_ubatch]
             self._decode(part, wants_logits=first + len(part) == len(tokens))
-            self._tokens.extend(part)
 
     def evaluate_prompt(self, tokens: Sequence[int]) -> int:
         """Make `tokens` the whole context, reusing the prefix that is there. Return how many were evaluated."""
@@ -83,7 +82,7 @@ class Engine:
         while n_kept < min(self.n_tokens, len(tokens) - 1) and self._tokens[n_kept] == tokens[n_kept]:
             n_kept += 1
         memory = llama_cpp.llama_get_memory(self._context)
-        if n_kept < self.n_tokens and not llama_cpp.llama_memory_seq_rm(memory, 0, n_kept, -1):
+        if not llama_cpp.llama_memory_seq_rm(memory, 0, n_kept, -1):
             n_kept = 0  # recurrent states cannot be cut
             llama_cpp.llama_memory_clear(memory, True)
         del self._tokens[n_kept:]
@@ -102,8 +101,12 @@ class Engine:
         llama_cpp.llama_synchronize(self._context)
 
     def generate(self, prompt_tokens: Sequence[int], n: int, sampler: Sampler) -> Iterator[int]:
-        """Yield up to `n` tokens that continue the prompt; ends early at an end token or a full context."""
+        """Evaluate the prompt and yield up to `n` tokens that continue it; see `continue_text`."""
         self.evaluate_prompt(prompt_tokens)
+        yield from self.continue_text(n, sampler)
+
+    def continue_text(self, n: int, sampler: Sampler) -> Iterator[int]:
+        """Yield up to `n` tokens; ends early at an end token or a full context."""
         for index in range(n):
             token = sampler.sample(self._context)
             if llama_cpp.llama_vocab_is_eog(self._vocab, token):
@@ -170,8 +173,10 @@ class Engine:
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = 0
             batch.logits[i] = wants_logits and i == len(tokens) - 1
-        with captured_log() as log:
+        with captured_log() as log, deferred_interrupt():
             status = llama_cpp.llama_decode(self._context, batch)
+            if status == 0:
+                self._tokens.extend(tokens)
         if status == _CONTEXT_FULL:
             raise AtsplanError(f"The context of {self.n_context} tokens is full.", "Solve again with a larger --ctx.")
         if status != 0:
@@ -192,6 +197,7 @@ class PlanEngine(Engine):
     ) -> None:
         """Load the model as planned. Raises MismatchError if a weight did not land where the plan says."""
         self.helper = Helper(library.ats)
+        self.pci_bus_id = Ggml(library.ggml).pci_bus_id(plan.device.upper()) if plan.device != "sim" else ""
         host_names = set(placement.host_weight_names(plan.placements))
         self.helper.set_classes((p.name, p.decode, p.prefill) for p in plan.placements if p.name in host_names)
         self.helper.set_option("ring_bytes", plan.vram.ring_bytes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,12 +74,36 @@ def captured_log() -> Iterator[deque[str]]:
         llama_cpp.llama_log_set(_discard, ctypes.c_void_p())
 
 
+@contextmanager
+def deferred_interrupt() -> Iterator[Callable[[], bool]]:
+    """Hold Ctrl-C back until the end of the block, because ctypes swallows exceptions raised in callbacks.
+
+    Yields a function that tells whether it was pressed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    signals: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _frame: signals.append(number))
+    try:
+        yield lambda: bool(signals)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if signals:
+        raise KeyboardInterrupt
+
+
 def last_problem(lines: Sequence[str]) -> str:
     """Return the message among llama.cpp's log lines that says best what went wrong, or ""."""
     told = [line.strip() for line in lines if line.strip()]
-    for pattern in (r"GGML_ASSERT|ggml_abort", r"out of memory|unable to allocate", r"\berror\b.*: ", r"\bfailed\b"):
+    for pattern in (
+        r"GGML_ASSERT|ggml_abort",
+        r"out of memory|unable to allocate",
+        r"\berror\b.*: |\binvalid\b",
+        r"\bfailed\b",
+    ):
         for line in reversed(told):
-            if re.search(pattern, line, re.IGNORECASE) and not re.search(r"failed to load model$", line):
+            if re.search(pattern, line, re.IGNORECASE) and not re.search(r"failed to load model\b", line):
                 return re.sub(r"^(\S*: |error loading model: )+", "", line)
     return told[-1] if told else ""
 
@@ -102,25 +128,19 @@ def open_model(
     parameters.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if settings.use_mmap else llama_cpp.LLAMA_LOAD_MODE_NONE
     parameters.use_extra_bufts = settings.use_repacking
     parameters.no_alloc = settings.no_alloc
-    interrupts: list[KeyboardInterrupt] = []
+    with captured_log() as log, deferred_interrupt() as is_interrupted:
 
-    @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
-    def report(fraction: float, _user: Any) -> bool:
-        try:
+        @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
+        def report(fraction: float, _user: Any) -> bool:
             if on_progress is not None:
                 on_progress(fraction)
-        except KeyboardInterrupt as interrupt:  # ctypes would swallow it; False makes llama.cpp stop and free
-            interrupts.append(interrupt)
-        return not interrupts
+            return not is_interrupted()  # False makes llama.cpp stop and free
 
-    parameters.progress_callback = report
-    with captured_log() as log:
+        parameters.progress_callback = report
         llama_cpp.llama_backend_init()
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
-    if interrupts:
-        if model:
+        if model and is_interrupted():
             llama_cpp.llama_model_free(model)
-        raise interrupts[0]
     if not model:
         raise _failure(f"llama.cpp cannot load {path}", log)
     try:

@@ -1,0 +1,92 @@
+"""What must hold before a plan runs: the model, the machine, the software and the memory it was made for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from planner.cache import model_path
+from planner.errors import DeviceError, InvalidFileError, MismatchError
+from planner.gguf_model import read_model_info
+from planner.hardware import Hardware, Software
+from planner.plan import Plan
+from planner.units import format_size
+
+from .placement import host_weight_names
+
+
+def find_model(plan: Plan, plan_path: Path, given: Path | None) -> Path:
+    """Return the plan's model file: `given`, or next to the plan, here, or where it was profiled.
+
+    Raises MismatchError if the file is another model, InvalidFileError if there is none.
+    """
+    remembered = model_path(plan.model.fingerprint)
+    candidates = [plan_path.parent / plan.model.file_name, Path(plan.model.file_name), *filter(None, [remembered])]
+    path = given or next((candidate for candidate in candidates if candidate.exists()), None)
+    if path is None:
+        raise InvalidFileError(f"The plan's model {plan.model.file_name} was not found.", "Name it with --model.")
+    found = read_model_info(path)
+    if found.fingerprint != plan.model.fingerprint:
+        raise MismatchError(
+            f"The plan is for {plan.model.name} ({plan.model.file_name}, fingerprint {plan.model.fingerprint}); "
+            f"{path} is {found.name} with fingerprint {found.fingerprint}.",
+            "Profile and solve this model, or name the plan's with --model.",
+        )
+    return path
+
+
+def check_software(plan: Plan, software: Software) -> None:
+    """Raise MismatchError unless llama.cpp is the one that the plan was made with."""
+    planned, found = plan.software, software
+    if (planned.llama_cpp_python, planned.llama_cpp_commit) != (found.llama_cpp_python, found.llama_cpp_commit):
+        raise MismatchError(
+            f"The plan was made with {_llama(planned)}; this is {_llama(found)}.",
+            "Profile and solve again: other versions build other graphs.",
+        )
+
+
+def hardware_differences(plan: Plan, hardware: Hardware) -> list[str]:
+    """Return what differs between the plan's machine and this one, one line each; empty if nothing that counts."""
+    if plan.hardware.fingerprint == hardware.fingerprint:
+        return []
+    planned, found = _facts(plan.hardware), _facts(hardware)
+    lines = [f"{key}: {found.get(key)}, planned for {planned.get(key)}" for key in planned | found]
+    return [line for key, line in zip(planned | found, lines, strict=True) if planned.get(key) != found.get(key)]
+
+
+def check_memory(plan: Plan, free_vram_bytes: int | None, available_host_bytes: int) -> None:
+    """Raise DeviceError, naming the missing bytes, if the plan does not fit now. None: the device does not tell."""
+    vram = plan.vram
+    needed = vram.weights_bytes + vram.context_bytes + vram.compute_bytes + vram.ring_bytes
+    if free_vram_bytes is not None and needed > free_vram_bytes:
+        raise DeviceError(
+            f"The plan needs {format_size(needed)} of VRAM, {format_size(needed - free_vram_bytes)} more than is free.",
+            "Close what uses the GPU, or solve again with a smaller --vram.",
+        )
+    host_names = set(host_weight_names(plan.placements))
+    sizes = {placement.name: placement.size_bytes for placement in plan.placements if placement.name in host_names}
+    needed = sum(sizes.values())
+    if needed > available_host_bytes:
+        raise DeviceError(
+            f"The plan keeps {format_size(needed)} of weights in host memory, "
+            f"{format_size(needed - available_host_bytes)} more than is available.",
+            "Close programs, or solve again with a larger --vram.",
+        )
+
+
+def available_host_bytes() -> int:
+    """Return what Linux can give to a new program without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise DeviceError("/proc/meminfo does not tell how much memory is available.", "atsplan needs Linux 3.14 or newer.")
+
+
+def _facts(hardware: Hardware) -> dict[str, object]:
+    gpu = {"gpu": "none"} if hardware.gpu is None else {f"gpu {k}": v for k, v in asdict(hardware.gpu).items()}
+    return {f"cpu {k}": v for k, v in asdict(hardware.cpu).items()} | gpu
+
+
+def _llama(software: Software) -> str:
+    commit = f" (llama.cpp {software.llama_cpp_commit})" if software.llama_cpp_commit else ""
+    return f"llama-cpp-python {software.llama_cpp_python}{commit}"
