@@ -103,7 +103,7 @@ _HELPER_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "ats_bench_glue": (
         ctypes.c_int,
-        [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int32, ctypes.c_int32, _INT64S],
+        [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int32, ctypes.c_int32, _INT64S, _INT32S],
     ),
     "ats_bench_transfer": (
         ctypes.c_int,
@@ -119,6 +119,7 @@ _HELPER_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
             ctypes.c_int32, ctypes.POINTER(_MatmulSpec), ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(_Contention),
         ],
     ),
+    "ats_bench_release": (ctypes.c_int, []),
     "ats_device_memory": (ctypes.c_int, [_INT64S, _INT64S]),
 }  # fmt: skip
 
@@ -314,12 +315,18 @@ class Helper:
             ),
         )
 
-    def bench_glue(self, context: Context, n_tokens: int, *, n_warmup: int, n_samples: int) -> tuple[float, ...]:
-        """Return seconds of the graph's nodes without weights on the inner GPU."""
-        return self._samples(
+    def bench_glue(
+        self, context: Context, n_tokens: int, *, n_warmup: int, n_samples: int
+    ) -> tuple[tuple[float, ...], int]:
+        """Return seconds of all nodes but products with weights on the inner GPU, and how many it cannot compute."""
+        n_skipped = ctypes.c_int32()
+        samples = self._samples(
             n_samples,
-            lambda samples: self._library.ats_bench_glue(context, n_tokens, n_warmup, n_samples, samples),
+            lambda samples: self._library.ats_bench_glue(
+                context, n_tokens, n_warmup, n_samples, samples, ctypes.byref(n_skipped)
+            ),
         )
+        return samples, n_skipped.value
 
     def bench_transfer(
         self, *, host_to_device: bool, pinned: bool, size_bytes: int, n_warmup: int, n_samples: int
@@ -352,6 +359,10 @@ class Helper:
             )
         )
         return ContentionRates(**{name: getattr(rates, name) for name, *_ in _Contention._fields_})
+
+    def bench_release(self) -> None:
+        """Free what the micro-benchmarks keep between calls."""
+        self._check(self._library.ats_bench_release())
 
     def device_memory(self) -> tuple[int, int]:
         """Return (free, total) bytes of the inner GPU's memory; zeros if it does not tell."""

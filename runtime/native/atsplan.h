@@ -110,9 +110,10 @@ struct ats_matmul_spec {
 ATS_EXPORT int ats_bench_matmul(const char * device, int32_t n_threads, const struct ats_matmul_spec * spec,
                                 int32_t n_warmup, int32_t n_samples, int64_t * samples);
 
-// Time the nodes without weights of the context's graph for n_tokens (attention, norms, rope, ...) on the inner GPU.
+// Time everything in the context's graph for n_tokens but the products with weights (attention, norms, rope, ...) on the
+// inner GPU. `n_skipped` receives the number of nodes that the GPU cannot compute.
 ATS_EXPORT int ats_bench_glue(struct llama_context * context, uint32_t n_tokens, int32_t n_warmup, int32_t n_samples,
-                              int64_t * samples);
+                              int64_t * samples, int32_t * n_skipped);
 
 ATS_EXPORT int ats_bench_transfer(bool host_to_device, bool pinned, int64_t size_bytes, int32_t n_warmup,
                                   int32_t n_samples, int64_t * samples);
@@ -127,7 +128,10 @@ struct ats_contention { // bytes per second
 ATS_EXPORT int ats_bench_contention(int32_t n_threads, const struct ats_matmul_spec * spec, int64_t copy_bytes,
                                     int64_t duration_ns, struct ats_contention * out);
 
-// VRAM that creating the inner backend and running its kernels took beyond the buffers asked for; 0 if not known.
+// Free the backends, threads and pools of weights that the micro-benchmarks keep for their next call.
+ATS_EXPORT int ats_bench_release(void);
+
+// The inner GPU's memory as its driver sees it; zeros if it does not tell.
 ATS_EXPORT int ats_device_memory(int64_t * free_bytes, int64_t * total_bytes);
 
 #ifdef __cplusplus

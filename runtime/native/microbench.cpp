@@ -28,9 +28,15 @@ struct WeightPool {
     int64_t                    cursor = 0; // the next product, so that a later call does not begin with warm weights
 };
 
+struct FreeThreads {
+    void operator()(ggml_threadpool * threads) const { ggml_threadpool_free(threads); }
+};
+
 struct State {
-    ggml_backend_ptr cpu, gpu, copy;
-    WeightPool       host_pool, device_pool;
+    std::unique_ptr<ggml_threadpool, FreeThreads> threads; // of the CPU backend, which goes first
+    int                                           n_threads = 0;
+    ggml_backend_ptr                              cpu, gpu, copy;
+    WeightPool                                    host_pool, device_pool;
 };
 
 // Never destroyed: at exit the driver that the GPU's memory belongs to may be gone already.
@@ -75,7 +81,15 @@ ggml_backend_t cpu_backend(int n_threads) {
         fail("%d is not a number of threads between 1 and %d", n_threads, GGML_MAX_N_THREADS);
     }
     ggml_backend_t backend = cached(state().cpu, ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU));
-    ggml_backend_cpu_set_n_threads(backend, n_threads);
+    auto & threads = state().threads; // kept between graphs, as the hybrid device does
+    if (!threads || state().n_threads != n_threads) {
+        ggml_backend_cpu_set_threadpool(backend, nullptr);
+        ggml_threadpool_params params = ggml_threadpool_params_default(n_threads);
+        threads.reset(ggml_threadpool_new(&params));
+        ggml_backend_cpu_set_threadpool(backend, threads.get());
+        ggml_backend_cpu_set_n_threads(backend, n_threads);
+        state().n_threads = n_threads;
+    }
     return backend;
 }
 
@@ -377,6 +391,7 @@ int ats_bench_release(void) {
         s.host_pool   = WeightPool();
         s.device_pool = WeightPool();
         s.cpu.reset();
+        s.threads.reset();
         s.copy.reset();
         s.gpu.reset();
     });
