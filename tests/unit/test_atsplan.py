@@ -53,7 +53,7 @@ def test_version_and_help() -> None:
         result = command_line(*arguments)
         assert result.returncode == 0
         assert result.stderr == ""
-        for name in ("profile", "solve", "run", "show", "bench"):
+        for name in ("profile", "solve", "run"):
             assert f" {name} " in result.stdout
 
 
