@@ -2,6 +2,7 @@
 
 #include "device.h"
 #include "error.h"
+#include "sim.h"
 
 #include "ggml-backend-impl.h"
 
@@ -81,13 +82,17 @@ Executor::~Executor() {
 }
 
 void Executor::set_n_threads(int n_threads) {
-    ggml_threadpool_params params = ggml_threadpool_params_default(n_threads);
-    if (threadpool_ == nullptr || ggml_threadpool_get_n_threads(threadpool_.get()) != n_threads) {
+    if (n_threads != n_threads_) {
+        ggml_threadpool_params params = ggml_threadpool_params_default(n_threads);
         ggml_backend_cpu_set_threadpool(cpu_.get(), nullptr);
         threadpool_.reset(ggml_threadpool_new(&params));
         ggml_backend_cpu_set_threadpool(cpu_.get(), threadpool_.get());
+        ggml_backend_cpu_set_n_threads(cpu_.get(), n_threads);
+        if (ats_inner_device() == sim_device()) {
+            sim_set_n_threads(compute_.get(), n_threads);
+        }
+        n_threads_ = n_threads;
     }
-    ggml_backend_cpu_set_n_threads(cpu_.get(), n_threads);
 }
 
 void Executor::set_abort_callback(ggml_abort_callback callback, void * data) {

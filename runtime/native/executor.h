@@ -55,6 +55,7 @@ class Executor {
     std::unique_ptr<ActivationBridge>             copy_bridge_, zero_copy_bridge_;
     ActivationBridge *                            bridge_ = nullptr;
     std::unique_ptr<ggml_threadpool, void (*)(ggml_threadpool *)> threadpool_{nullptr, ggml_threadpool_free};
+    int                                           n_threads_ = 0;
     ggml_backend_buffer_ptr                       arena_; // pinned host memory for the activations of one CPU step
     std::shared_ptr<const Settings>               settings_;
     std::vector<std::unique_ptr<CompiledProgram>> programs_; // most recently used last

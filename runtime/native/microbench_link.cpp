@@ -94,14 +94,14 @@ class CrossingBench {
         if (!bridge) {
             bridge = make_copy_bridge(gpu);
         }
-        gpu_tensors           = new_context(3, 2);
+        gpu_tensors           = new_context(3, 3);
         ggml_tensor * arrived = ggml_new_tensor_1d(gpu_tensors.get(), GGML_TYPE_F32, n);
         ggml_tensor * leaving = ggml_scale(gpu_tensors.get(), ggml_scale(gpu_tensors.get(), arrived, 0.5f), 2.0f);
         gpu_graph             = expanded(gpu_tensors, leaving);
         gpu_buffer            = allocate(gpu_tensors.get(), ggml_backend_get_default_buffer_type(gpu));
         fill_random(arrived, 1.0f);
 
-        cpu_tensors           = new_context(3, 1);
+        cpu_tensors           = new_context(3, 3);
         ggml_tensor * weights = ggml_new_tensor_2d(cpu_tensors.get(), GGML_TYPE_F32, 64, 256);
         ggml_tensor * column  = ggml_new_tensor_1d(cpu_tensors.get(), GGML_TYPE_F32, 64);
         cpu_graph             = expanded(cpu_tensors, ggml_mul_mat(cpu_tensors.get(), weights, column));

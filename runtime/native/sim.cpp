@@ -26,7 +26,7 @@ ggml_backend_buffer_t buffer_type_alloc(ggml_backend_buffer_type_t type, size_t 
 }
 
 size_t buffer_type_alignment(ggml_backend_buffer_type_t) {
-    return 128;
+    return ggml_backend_buft_get_alignment(ggml_backend_cpu_buffer_type());
 }
 
 bool buffer_type_is_host(ggml_backend_buffer_type_t) {
@@ -161,4 +161,8 @@ ggml_backend_dev_t sim_device() {
         /* .context = */ nullptr,
     };
     return &device;
+}
+
+void sim_set_n_threads(ggml_backend_t backend, int n_threads) {
+    ggml_backend_cpu_set_n_threads(cpu_of(backend), n_threads);
 }
