@@ -58,6 +58,12 @@ def _load(device: str, path: Path) -> Library:
     ggml = ctypes.CDLL("libggml.so", handle=llama_cpp._ggml.libggml._handle)
     ggml.ggml_backend_load.restype = ctypes.c_void_p
     ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
+    present = Ggml(ggml).devices()
+    if device != "sim" and device.upper() not in present:
+        raise DeviceError(
+            f"llama.cpp finds no device {device} here, only {', '.join(name.lower() for name in present)}.",
+            "Use --device sim, or install llama-cpp-python with CUDA.",
+        )
     try:
         # By the name under which it is loaded already: libggml-base.so would be a second copy.
         ggml_base = ctypes.CDLL(str(folder / "libggml-base.so.0"))

@@ -1,0 +1,70 @@
+"""Plans for tests: any classes for the weights of a model, with the sizes that llama.cpp itself reports."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from planner.gguf_model import read_model_info
+from planner.hardware import Cpu, Gpu, Hardware, Software
+from planner.measurements import WeightUse
+from planner.plan import Placement, Plan, Prediction, SolverReport, VramBudget, WeightClass
+from planner.workload import Workload
+
+MATMULS = ("MUL_MAT", "MUL_MAT_ID")
+HARDWARE = Hardware(Cpu("test", 2, 2, ("avx2",), 1 << 20, 1 << 34), Gpu("sim", 1 << 33, "0.0", 0, 0, "sim"))
+
+
+def plan_for(
+    model: Path,
+    placements: Sequence[Placement],
+    *,
+    n_context: int = 256,
+    n_ubatch: int = 32,
+    ring_bytes: int = 0,
+    prefill_min_tokens: int = 8,
+    flash_attention: bool = True,
+    software: Software | None = None,
+) -> Plan:
+    """Return a plan whose figures are all zero, except those that decide what is executed."""
+    return Plan(
+        model=read_model_info(model),
+        hardware=HARDWARE,
+        software=software or Software("test", "0.3.36", "", False),
+        workload=Workload(16, 8, n_context, n_ubatch, 2, "f16", "f16", flash_attention),
+        device="sim",
+        vram=VramBudget(1 << 30, 0, 0, 0, ring_bytes, 0, 0, 0),
+        prefill_min_tokens=prefill_min_tokens,
+        placements=tuple(placements),
+        solver=SolverReport("paper", "optimal", 0.0, 0.0, 0.0),
+        prediction=Prediction(0.0, 0.0, 0, 0, 0, 0.0, 0.0, 0.0),
+        is_simulated=True,
+    )
+
+
+def random_placements(weights: Sequence[WeightUse], seed: int) -> list[Placement]:
+    """Return every weight's placement: matrices anywhere, independently per phase; all others resident."""
+    generator = random.Random(seed)
+    placements = []
+    for weight in weights:
+        decode: WeightClass = "gpu"
+        prefill: WeightClass = "gpu"
+        if weight.is_input:
+            decode = prefill = "cpu"
+        elif weight.op in MATMULS and generator.random() < 0.7:
+            decode, prefill = generator.choice(("stream", "cpu")), generator.choice(("stream", "cpu"))
+        placements.append(Placement(weight.name, weight.size_bytes, decode, prefill))
+    return placements
+
+
+def uniform_placements(weights: Sequence[WeightUse], decode: WeightClass, prefill: WeightClass) -> list[Placement]:
+    """Return all matrices in one class."""
+    return [
+        Placement(weight.name, weight.size_bytes, "cpu", "cpu")
+        if weight.is_input
+        else Placement(weight.name, weight.size_bytes, decode, prefill)
+        if weight.op in MATMULS
+        else Placement(weight.name, weight.size_bytes, "gpu", "gpu")
+        for weight in weights
+    ]
