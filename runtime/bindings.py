@@ -361,7 +361,7 @@ class Helper:
         return ContentionRates(**{name: getattr(rates, name) for name, *_ in _Contention._fields_})
 
     def bench_release(self) -> None:
-        """Free what the micro-benchmarks keep between calls."""
+        """Free the copies of weights that the micro-benchmarks keep for their next call."""
         self._check(self._library.ats_bench_release())
 
     def device_memory(self) -> tuple[int, int]:

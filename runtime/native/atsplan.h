@@ -128,7 +128,7 @@ struct ats_contention { // bytes per second
 ATS_EXPORT int ats_bench_contention(int32_t n_threads, const struct ats_matmul_spec * spec, int64_t copy_bytes,
                                     int64_t duration_ns, struct ats_contention * out);
 
-// Free the backends, threads and pools of weights that the micro-benchmarks keep for their next call.
+// Free the copies of weights that ats_bench_matmul() and ats_bench_contention() keep for their next call.
 ATS_EXPORT int ats_bench_release(void);
 
 // The inner GPU's memory as its driver sees it; zeros if it does not tell.

@@ -38,7 +38,8 @@ template <typename Body> int guarded(Body body) {
     }
 }
 
-// Backends are created once and kept until ats_bench_release(). The copy backend is a second queue of the inner GPU.
+// Backends are created once and kept: their scratch pools count as memory that the driver takes. The copy backend is a
+// second queue of the inner GPU.
 ggml_backend_t cpu_backend(int n_threads);
 ggml_backend_t gpu_backend();
 ggml_backend_t copy_backend();

@@ -14,19 +14,19 @@
 
 using namespace microbench;
 
-static const int64_t COLD_REGION_BYTES = INT64_C(256) << 20; // copies walk through this much host memory
+static const int64_t REGION_BYTES = INT64_C(64) << 20; // host memory that copies walk through, one after the other
 
 namespace {
 
 // Host memory and a tensor of the GPU, between which copies of one size go back and forth.
 class TransferBench {
   public:
-    TransferBench(bool host_to_device, bool pinned, int64_t size_bytes)
+    TransferBench(bool host_to_device, bool pinned, int64_t size_bytes, int64_t region_bytes)
         : backend(copy_backend()), host_to_device(host_to_device) {
         if (size_bytes < 1 || size_bytes > (INT64_C(1) << 36)) {
             fail("%lld bytes cannot be copied", (long long) size_bytes);
         }
-        n_places = std::max<int64_t>(1, COLD_REGION_BYTES / size_bytes);
+        n_places = std::max<int64_t>(1, region_bytes / size_bytes);
         context  = new_context(1, 0);
         tensor   = ggml_new_tensor_1d(context.get(), GGML_TYPE_I8, size_bytes);
         device   = allocate(context.get(), ggml_backend_get_default_buffer_type(backend));
@@ -182,7 +182,7 @@ int ats_bench_transfer(bool host_to_device, bool pinned, int64_t size_bytes, int
                        int64_t * samples) {
     return guarded([&] {
         check_sampling(n_warmup, n_samples, samples);
-        TransferBench bench(host_to_device, pinned, size_bytes);
+        TransferBench bench(host_to_device, pinned, size_bytes, REGION_BYTES);
         const int     n = repetitions([&](int count) { return bench.run(count); });
         take_samples(n_warmup, n_samples, samples, [&] { return bench.run(n) / n; });
     });
@@ -233,7 +233,7 @@ int ats_bench_contention(int32_t n_threads, const struct ats_matmul_spec * spec,
             fail("contention needs a duration and somewhere to put the rates");
         }
         MatmulBench   cpu(cpu_backend(n_threads), spec);
-        TransferBench link(true, true, copy_bytes);
+        TransferBench link(true, true, copy_bytes, spec->cold_bytes); // from memory, not from the CPU's caches
         const int     n_products = cpu.calibrate();
         link.run(2);
 
