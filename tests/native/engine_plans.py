@@ -32,7 +32,7 @@ def plan_for(
         model=read_model_info(model),
         hardware=HARDWARE,
         software=software or Software("test", "0.3.36", "", False),
-        workload=Workload(16, 8, n_context, n_ubatch, 2, "f16", "f16", flash_attention),
+        workload=Workload(16, 8, n_context, n_ubatch, 1, "f16", "f16", flash_attention),
         device="sim",
         vram=VramBudget(1 << 30, 0, 0, 0, ring_bytes, 0, 0, 0),
         prefill_min_tokens=prefill_min_tokens,
