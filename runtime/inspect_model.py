@@ -6,22 +6,20 @@ process on some bad files; an abort becomes one AtsplanError.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.errors import AtsplanError, DeviceError, InvalidFileError, MismatchError
 from planner.measurements import MemoryCase, WeightUse
-from planner.records import from_json, to_json
+from planner.records import from_json
 
+from . import child
 from .bindings import BufferMemory, Ggml, Helper, TracedWeight
 from .library import HOST_DEVICE, HYBRID_DEVICE, load
-from .session import LoadSettings, last_problem, open_context, open_model
+from .session import LoadSettings, open_context, open_model
 
 TIMEOUT_SECONDS = 300
 
@@ -49,32 +47,11 @@ def inspect_model(
     type_v: str = "f16",
     flash_attention: bool = True,
 ) -> Inspection:
-    """Ask llama.cpp, with every layer on `device` ("sim", "cuda0", ...). Raises InvalidFileError or DeviceError."""
+    """Ask llama.cpp, with every layer on `device` ("sim", "cuda0", ...). Raises AtsplanError."""
     request = [os.fspath(path), device, list(n_contexts), list(n_ubatches), type_k, type_v, flash_attention]
-    python_path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-    try:
-        child = subprocess.run(
-            [sys.executable, "-m", "runtime.inspect_model", json.dumps(request)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_SECONDS,
-            env=os.environ | {"GGML_NO_BACKTRACE": "1", "PYTHONPATH": python_path},
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise InvalidFileError(f"llama.cpp did not finish with {path} in {TIMEOUT_SECONDS} s.") from error
-    if child.returncode == 0:
-        return from_json(child.stdout.encode(), Inspection, f"llama.cpp's description of {path}")
-    if child.returncode == _KNOWN_ERROR:
-        kind, message, remedy = json.loads(child.stdout)
-        raise _ERRORS[kind](message, remedy)
-    problem = last_problem(child.stderr.splitlines()) or f"exit status {child.returncode}"
-    raise InvalidFileError(f"llama.cpp cannot use {path}: {problem}")
-
-
-_KNOWN_ERROR = 3  # the child's exit status when it prints its error on stdout
-_ERRORS = {kind.__name__: kind for kind in (AtsplanError, DeviceError, InvalidFileError, MismatchError)}
+    purpose = f"llama.cpp cannot use {path}"
+    answer = child.call("runtime.inspect_model", request, purpose=purpose, timeout_seconds=TIMEOUT_SECONDS)
+    return from_json(answer.encode(), Inspection, f"llama.cpp's description of {path}")
 
 
 def _inspect(
@@ -157,14 +134,5 @@ def _without_trailing_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:n]
 
 
-def _main(request: str) -> int:
-    try:
-        print(to_json(_inspect(*json.loads(request))))
-    except AtsplanError as error:
-        print(json.dumps([type(error).__name__, error.message, error.remedy]))
-        return _KNOWN_ERROR
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1]))
+    sys.exit(child.answer(lambda request: _inspect(*request)))

@@ -23,6 +23,9 @@ Model = Any  # llama_model *, opaque
 OnProgress = Callable[[float], None]  # receives the loaded fraction
 
 
+ALL_LAYERS = 9999  # more than any model has; llama.cpp takes what there is
+
+
 @dataclass(frozen=True)
 class Override:
     """Weights whose name matches `pattern` go to the default buffer type of the ggml device `device`."""
@@ -42,7 +45,7 @@ class LoadSettings:
     type_v: str = "f16"
     flash_attention: bool = True
     devices: tuple[str, ...] = ()
-    n_gpu_layers: int = -1  # all
+    n_gpu_layers: int = ALL_LAYERS
     overrides: tuple[Override, ...] = ()
     use_mmap: bool = False  # with mmap, llama.cpp replaces pinned host buffers by pageable ones
     use_repacking: bool = False  # llama.cpp's own layouts for CPU weights: other kernels, other rounding

@@ -1,0 +1,62 @@
+"""Run a module of this package in a child process: llama.cpp may abort, and a device is given back for certain.
+
+The child reads one JSON request from stdin and prints one JSON answer. An abort becomes one AtsplanError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from planner.errors import AtsplanError, DeviceError, InfeasibleError, InvalidFileError, MismatchError
+from planner.records import to_json
+
+from .session import last_problem
+
+_KNOWN_ERROR = 3  # the exit status of a child that prints its error as the answer
+_ERRORS = {
+    kind.__name__: kind for kind in (AtsplanError, DeviceError, InfeasibleError, InvalidFileError, MismatchError)
+}
+
+
+def call(module: str, request: Any, *, purpose: str, timeout_seconds: float) -> str:
+    """Return the JSON that `module` answers to `request`.
+
+    Raises the child's own AtsplanError, or, if the child dies, one that starts with `purpose` ("Cannot do this").
+    """
+    python_path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    try:
+        child = subprocess.run(
+            [sys.executable, "-P", "-m", module],  # -P: not from the current folder
+            input=json.dumps(request),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_seconds,
+            env=os.environ | {"GGML_NO_BACKTRACE": "1", "PYTHONPATH": python_path, "PYTHONIOENCODING": "utf-8"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AtsplanError(f"{purpose}: no answer within {timeout_seconds:.0f} s.") from error
+    if child.returncode == 0:
+        return child.stdout
+    if child.returncode == _KNOWN_ERROR:
+        kind, message, remedy = json.loads(child.stdout)
+        raise _ERRORS[kind](message, remedy)
+    how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit status {child.returncode}"
+    raise AtsplanError(f"{purpose}: {last_problem(child.stderr.splitlines()) or how}")
+
+
+def answer(function: Callable[[Any], object]) -> int:
+    """Print what `function` (a record) makes of the request on stdin, and return the exit status."""
+    try:
+        print(to_json(function(json.load(sys.stdin))))
+    except AtsplanError as error:
+        print(json.dumps([type(error).__name__, error.message, error.remedy]))
+        return _KNOWN_ERROR
+    return 0
