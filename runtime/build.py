@@ -104,7 +104,7 @@ def native_helper(report: Report = lambda message: None, source_folder: Path = S
     with locked(cache_folder() / "native"):
         if not _is_intact(library):  # else another process has built it meanwhile
             compilers = find_compilers(llama)
-            headers = _headers(llama, report)
+            headers = llama_headers(llama, report)
             report("Building the native helper (once for this version) ...")
             folder.mkdir(exist_ok=True)
             _compile(compilers, llama, headers, source_folder, stamp, library, report)
@@ -156,7 +156,7 @@ def _compile(
         _checksum_file(library).write_text(_sha256(temporary))
 
 
-def _headers(llama: Llama, report: Report) -> Path:
+def llama_headers(llama: Llama, report: Report = lambda message: None) -> Path:
     """Return the folder with llama.cpp's headers of exactly this version, fetched if it is absent or damaged."""
     folder = cache_folder() / "native" / f"headers-{llama.version}"
     manifest = folder / "sha256"
