@@ -162,6 +162,7 @@ def llama_headers(llama: Llama, report: Report = lambda message: None) -> Path:
     manifest = folder / "sha256"
     if manifest.exists() and manifest.read_text() == _tree_sha256(folder):
         return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".headers-") as temporary:
         archive = os.environ.get("ATSPLAN_LLAMA_SDIST")
         if archive is None:

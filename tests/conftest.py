@@ -53,3 +53,9 @@ def native_helper() -> Iterator[Path]:
         path = build.native_helper()
         monkeypatch.setenv("ATSPLAN_NATIVE", str(path))
         yield path
+
+
+@pytest.fixture(scope="session")
+def llama_headers() -> Path:
+    """Return the folder with llama.cpp's headers, from the user's own cache."""
+    return build.llama_headers(build.find_llama())

@@ -8,16 +8,15 @@ from pathlib import Path
 from runtime import build
 
 
-def test_schedule_and_ring(tmp_path: Path) -> None:
+def test_schedule_and_ring(tmp_path: Path, llama_headers: Path) -> None:
     llama = build.find_llama()
     compilers = build.find_compilers(llama)
-    headers = build.llama_headers(llama)
     program = tmp_path / "schedule_test"
     sources = [Path(__file__).with_name("schedule_test.cpp")]
     sources += [build.SOURCE_FOLDER / name for name in ("schedule.cpp", "ring.cpp")]
     includes = [f"-I{build.SOURCE_FOLDER}"]
     for folder in build.HEADER_FOLDERS:
-        includes += ["-isystem", str(headers / folder)]
+        includes += ["-isystem", str(llama_headers / folder)]
     sanitizers = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     libraries = [f"-L{llama.library_folder}", f"-Wl,-rpath,{llama.library_folder}", "-lggml-base"]
     subprocess.run(
