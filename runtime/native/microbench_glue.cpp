@@ -142,17 +142,18 @@ class RunBench {
 
     void add(const ggml_tensor * node) {
         ggml_tensor * clone = same_shape(nodes.get(), node);
+        clones[node]        = clone; // before its operands: a cast names itself as one
         clone->op           = node->op;
         clone->view_offs    = node->view_offs;
         clone->view_src     = operand(node->view_src);
         memcpy(clone->op_params, node->op_params, sizeof clone->op_params);
         std::transform(node->src, node->src + GGML_MAX_SRC, clone->src, [this](auto * source) { return operand(source); });
         if (is_view(node) || ggml_backend_supports_op(gpu, clone)) {
-            clones[node] = clone;
             ggml_build_forward_expand(graph, clone);
         } else { // llama.cpp computes it on the CPU: to the nodes after it, its result is an operand
             n_skipped++;
             members.erase(node);
+            clones.erase(node);
             operand(node);
         }
     }
