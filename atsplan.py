@@ -10,8 +10,17 @@ import typer
 from planner import __version__
 from planner.cli import register as register_planner
 from planner.errors import AtsplanError
+from planner.hardware import Hardware, Software
 from profiler.cli import register as register_profiler
 from runtime.cli import register as register_runtime
+
+
+def detect(device: str) -> tuple[Hardware, Software]:
+    """Return what is here. The profiler knows, and the runtime, which must not import it, asks through this."""
+    from profiler.detect import detect_hardware, detect_software
+
+    return detect_hardware(device), detect_software()
+
 
 app = typer.Typer(
     name="atsplan",
@@ -22,7 +31,7 @@ app = typer.Typer(
 )
 register_profiler(app)
 register_planner(app)
-register_runtime(app)
+register_runtime(app, detect)
 
 
 @app.callback(invoke_without_command=True)

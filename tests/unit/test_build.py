@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import AtsplanError, InvalidFileError, MismatchError
-from runtime import build, library
+from runtime import build
 
 ROOT = Path(build.__file__).parents[1]
 VERSION = build.find_llama().version
@@ -241,4 +241,3 @@ def test_helper_of_other_sources_is_refused(sources: Path, monkeypatch: pytest.M
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert f"MismatchError: The native helper {os.environ['ATSPLAN_NATIVE']} does not fit" in result.stderr
-    assert library._loaded == []
