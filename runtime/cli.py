@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,20 +16,22 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from planner.errors import MismatchError
+from planner.errors import AtsplanError, MismatchError
 from planner.hardware import Hardware, Software
 from planner.plan import Plan
-from planner.records import read_record
+from planner.records import read_record, write_record
 
 from . import verify
+from .bench import bench, remarks, table
 from .bindings import Helper
+from .build import native_helper
 from .chat import chat
 from .engine import PlanEngine
 from .library import load
+from .nvml import VramMeter
 from .report import RunFigures, describe
 from .sampling import Sampler
 from .session import OnProgress
-from .vram import VramMeter
 
 Detect = Callable[[str], tuple[Hardware, Software]]  # for a device name; the profiler knows how
 
@@ -60,13 +64,50 @@ def register(app: typer.Typer, detect: Detect) -> None:
                 return
             figures = complete(engine, prompt, n_tokens, sampler, _write)
             if statistics:
-                figures = replace(figures, peak_vram_bytes=vram.used_bytes(engine.memory_bytes()))
+                figures = replace(figures, peak_vram_bytes=vram.used_bytes(engine.accounted_vram_bytes(engine.helper)))
                 _say("\n".join(describe(figures, plan)))
 
+    @app.command("bench")
+    def bench_command(
+        plan_path: Annotated[Path, typer.Option("--plan", help="The plan to measure.")],
+        against: Annotated[Against | None, typer.Option("--against", help="Measure this too, same budget.")] = None,
+        n_prompt: Annotated[int, typer.Option("--prompt", min=1, help="Prompt tokens.")] = 512,
+        n_generate: Annotated[int, typer.Option("--generate", min=1, help="Decoded tokens.")] = 128,
+        depths: Annotated[str, typer.Option("--depth", help="Tokens already in the context, e.g. 0,4096.")] = "0",
+        n_repeat: Annotated[int, typer.Option("--repeat", min=1, help="Repetitions.")] = 5,
+        model: Annotated[Path | None, typer.Option("--model", help="The GGUF file, if it has moved.")] = None,
+        json_path: Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")] = None,
+        anyway: Annotated[bool, typer.Option("--anyway", help="Measure a plan made for another machine.")] = False,
+    ) -> None:
+        """Measure a plan's speed and memory beside its prediction, and beside plain llama.cpp."""
+        plan = read_record(plan_path, Plan)
+        model_path = verify.find_model(plan, plan_path, model)
+        machine = check_machine(plan, detect, anyway=anyway)
+        native_helper(_say)  # here, where it can say what takes so long
+        result = bench(
+            plan, plan_path, model_path, machine,
+            n_prompt=n_prompt, n_generate=n_generate, depths=parse_depths(depths), n_repeat=n_repeat,
+            against_plain=against is not None, report=_say,
+        )  # fmt: skip
+        if json_path is not None:
+            write_record(json_path, result)
+        Console().print(table(result))
+        _write("\n".join(remarks(result)) + "\n")
 
-@contextmanager
-def open_plan(plan: Plan, model_path: Path, detect: Detect, *, anyway: bool) -> Iterator[tuple[PlanEngine, VramMeter]]:
-    """Verify everything the plan relies on, then load it. Raises AtsplanError."""
+
+class Against(StrEnum):
+    LLAMA_CPP = "llama.cpp"
+
+
+def parse_depths(text: str) -> tuple[int, ...]:
+    """Return the numbers in "0,4096". Raises AtsplanError."""
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
+        raise AtsplanError(f"'{text}' is not a list of depths.", "Write it like 0,4096.")
+    return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+
+
+def check_machine(plan: Plan, detect: Detect, *, anyway: bool) -> tuple[Hardware, Software]:
+    """Return what runs here. Raises MismatchError if the plan was made for other software, or another machine."""
     hardware, software = detect(plan.device)
     verify.check_software(plan, software)
     differences = verify.hardware_differences(plan, hardware)
@@ -77,6 +118,13 @@ def open_plan(plan: Plan, model_path: Path, detect: Detect, *, anyway: bool) -> 
         )
     for difference in differences:
         _say(f"Warning: {difference}")
+    return hardware, software
+
+
+@contextmanager
+def open_plan(plan: Plan, model_path: Path, detect: Detect, *, anyway: bool) -> Iterator[tuple[PlanEngine, VramMeter]]:
+    """Verify everything the plan relies on, then load it. Raises AtsplanError."""
+    check_machine(plan, detect, anyway=anyway)
     vram = VramMeter()
     library = load(plan.device, _say)
     free, total = Helper(library.ats).device_memory()
@@ -84,7 +132,7 @@ def open_plan(plan: Plan, model_path: Path, detect: Detect, *, anyway: bool) -> 
     with _loading(model_path) as on_progress:
         engine = PlanEngine(library, model_path, plan, on_progress=on_progress)
     with engine:
-        vram.watch(engine.pci_bus_id)
+        vram.watch(engine.pci_bus_id(plan.device))
         yield engine, vram
 
 

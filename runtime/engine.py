@@ -100,6 +100,24 @@ class Engine:
         """Wait until everything that was evaluated is computed."""
         llama_cpp.llama_synchronize(self._context)
 
+    def pci_bus_id(self, device: str) -> str:
+        """Return the address of the card called `device` ("cuda0"); "" for a simulated one."""
+        return "" if device == "sim" else self._ggml.pci_bus_id(device.upper())
+
+    def accounted_vram_bytes(self, helper: Helper) -> int:
+        """Return the VRAM that llama.cpp and the ring hold: weights, KV cache and compute buffers."""
+        pinned_type = self._ggml.buffer_type_name(HOST_DEVICE)
+        held = sum(
+            row.model_bytes + row.context_bytes + row.compute_bytes
+            for row in helper.memory_breakdown(self._context)
+            if not row.is_host and row.buffer_type != pinned_type
+        )
+        return held + helper.statistics().ring_bytes
+
+    def choose(self, sampler: Sampler) -> int:
+        """Return the token that `sampler` chooses to follow."""
+        return sampler.sample(self._context)
+
     def generate(self, prompt_tokens: Sequence[int], n: int, sampler: Sampler) -> Iterator[int]:
         """Evaluate the prompt and yield up to `n` tokens that continue it; see `continue_text`."""
         self.evaluate_prompt(prompt_tokens)
@@ -108,7 +126,7 @@ class Engine:
     def continue_text(self, n: int, sampler: Sampler) -> Iterator[int]:
         """Yield up to `n` tokens; ends early at an end token or a full context."""
         for index in range(n):
-            token = sampler.sample(self._context)
+            token = self.choose(sampler)
             if llama_cpp.llama_vocab_is_eog(self._vocab, token):
                 return
             yield token
@@ -197,7 +215,6 @@ class PlanEngine(Engine):
     ) -> None:
         """Load the model as planned. Raises MismatchError if a weight did not land where the plan says."""
         self.helper = Helper(library.ats)
-        self.pci_bus_id = Ggml(library.ggml).pci_bus_id(plan.device.upper()) if plan.device != "sim" else ""
         host_names = set(placement.host_weight_names(plan.placements))
         self.helper.set_classes((p.name, p.decode, p.prefill) for p in plan.placements if p.name in host_names)
         self.helper.set_option("ring_bytes", plan.vram.ring_bytes)
@@ -214,14 +231,3 @@ class PlanEngine(Engine):
 
     def statistics(self, *, reset: bool = False) -> Statistics:
         return self.helper.statistics(reset=reset)
-
-    def memory_bytes(self) -> int:
-        """Return the VRAM that llama.cpp and the ring hold: weights, KV cache and compute buffers."""
-        pinned_type = self._ggml.buffer_type_name(HOST_DEVICE)
-        rows = self.helper.memory_breakdown(self._context)
-        held = sum(
-            row.model_bytes + row.context_bytes + row.compute_bytes
-            for row in rows
-            if not row.is_host and row.buffer_type != pinned_type
-        )
-        return held + self.helper.statistics().ring_bytes

@@ -132,7 +132,7 @@ def test_memory_is_what_inspection_said(library: Library, smollm2: Path, inspect
     with PlanEngine(library, smollm2, plan) as engine:
         engine.evaluate(PROMPT)
         expected = inspected.device_weights_bytes + case.context_bytes + case.compute_bytes
-        assert engine.memory_bytes() == expected
+        assert engine.accounted_vram_bytes(engine.helper) == expected
 
 
 def test_inspection_lists_every_weight_once_and_the_tied_matrix_twice(inspected: Inspection) -> None:

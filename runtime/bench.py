@@ -1,0 +1,224 @@
+"""Measure a plan, and plain llama.cpp at its best settings under the same budget, beside the prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.table import Table
+
+from planner.errors import AtsplanError
+from planner.hardware import Hardware, Software
+from planner.measurements import Series
+from planner.plan import Plan
+from planner.units import format_size
+
+from .bench_worker import DepthTimes, Measured, Task, measure
+from .plain_settings import Candidate, Search, find_candidates
+from .session import LoadSettings
+
+# History: 1 = first version.
+BENCH_SCHEMA_VERSION = 1
+_N_TRIAL_TOKENS = 32  # decoded to find out which of llama.cpp's settings are worth measuring well
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PlainResult:
+    """Plain llama.cpp with one of its settings. A trial is one short repetition."""
+
+    name: str
+    settings: LoadSettings
+    trial: Measured
+    measured: Measured | None  # the best for decoding and the best for prefill only
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    plan: Plan
+    hardware: Hardware  # where it was measured; `plan.hardware` is where it was planned for
+    software: Software
+    n_prompt: int
+    n_generate: int
+    measured: Measured
+    plain: tuple[PlainResult, ...]
+    schema_version: int = BENCH_SCHEMA_VERSION
+
+
+def bench(
+    plan: Plan,
+    plan_path: Path,
+    model_path: Path,
+    machine: tuple[Hardware, Software],
+    *,
+    n_prompt: int,
+    n_generate: int,
+    depths: tuple[int, ...],
+    n_repeat: int,
+    against_plain: bool,
+    report: Report,
+) -> BenchResult:
+    """Measure everything, each contender in a child process. Raises AtsplanError.
+
+    Half of the plan's repetitions come before llama.cpp's and half after, so that a drift of the machine
+    does not favour either.
+    """
+    needed = max(depths) + n_prompt + n_generate
+    if needed > plan.workload.n_context:
+        raise AtsplanError(
+            f"{max(depths)} + {n_prompt} + {n_generate} tokens exceed the plan's context of {plan.workload.n_context}.",
+            "Measure at smaller depths, or solve with a larger --ctx.",
+        )
+    task = Task(str(model_path), plan.device, str(plan_path), None, n_prompt, n_generate, depths, (n_repeat + 1) // 2)
+    report(f"Measuring the plan ({task.n_repeat} repetitions) ...")
+    measured = measure(task)
+    plain = _bench_plain(plan, replace(task, plan_path=None, n_repeat=n_repeat), report) if against_plain else ()
+    if n_repeat > 1:
+        report(f"Measuring the plan again ({n_repeat // 2} repetitions) ...")
+        measured = _joined(measured, measure(replace(task, n_repeat=n_repeat // 2)))
+    return BenchResult(plan, *machine, n_prompt, n_generate, measured, plain)
+
+
+def best_plain(result: BenchResult, n_depth: int, seconds: Callable[[DepthTimes], Series]) -> tuple[str, Series] | None:
+    """Return the name and the times of llama.cpp's fastest settings for one figure; None if it was not measured."""
+    times = [
+        (plain.name, seconds(depth))
+        for plain in result.plain
+        if plain.measured is not None
+        for depth in plain.measured.depths
+        if depth.n_depth == n_depth
+    ]
+    return min(times, key=lambda item: item[1].median, default=None)
+
+
+def _bench_plain(plan: Plan, task: Task, report: Report) -> tuple[PlainResult, ...]:
+    workload = plan.workload
+    fixed = LoadSettings(
+        workload.n_context, workload.n_ubatch, workload.n_threads,
+        workload.type_k, workload.type_v, workload.flash_attention,
+    )  # fmt: skip
+    report("Fitting llama.cpp's settings to the budget ...")
+    budget_bytes = max(0, plan.vram.budget_bytes - plan.vram.overhead_bytes)
+    candidates = find_candidates(Search(task.model_path, task.device, budget_bytes, fixed))
+    if not candidates:
+        raise AtsplanError("llama.cpp cannot run the model within the plan's budget at all.")
+    trials: list[tuple[Candidate, Measured]] = []
+    for candidate in candidates:
+        report(f"Trying llama.cpp with {candidate.name} ...")
+        trial = replace(task, settings=candidate.settings, n_repeat=1, n_generate=min(_N_TRIAL_TOKENS, task.n_generate))
+        try:
+            trials.append((candidate, measure(trial)))
+        except AtsplanError as error:  # for example repacked kernels that this CPU lacks
+            report(f"  {error}")
+    if not trials:
+        raise AtsplanError("llama.cpp ran with none of the settings.", "Their errors are above.")
+    best = {
+        min(trials, key=lambda item: item[1].depths[0].decode_seconds.median)[0],
+        min(trials, key=lambda item: item[1].depths[0].prefill_seconds.median)[0],
+    }
+    results = []
+    for candidate, trial_result in trials:
+        full = None
+        if candidate in best:
+            report(f"Measuring llama.cpp with {candidate.name} ({task.n_repeat} repetitions) ...")
+            full = measure(replace(task, settings=candidate.settings))
+        results.append(PlainResult(candidate.name, candidate.settings, trial_result, full))
+    return tuple(results)
+
+
+def _joined(first: Measured, second: Measured) -> Measured:
+    return replace(
+        second,
+        depths=tuple(
+            DepthTimes(
+                one.n_depth,
+                _chained(one.prefill_seconds, two.prefill_seconds),
+                _chained(one.first_token_seconds, two.first_token_seconds),
+                _chained(one.decode_seconds, two.decode_seconds),
+            )
+            for one, two in zip(first.depths, second.depths, strict=True)
+        ),
+        peak_vram_bytes=max(first.peak_vram_bytes, second.peak_vram_bytes),
+    )
+
+
+def _chained(first: Series, second: Series) -> Series:
+    return Series((*first.samples, *second.samples))
+
+
+def table(result: BenchResult) -> Table:
+    """Return the figures for the terminal: tokens per second, median and spread, and time to the first token."""
+    view = Table(title=f"{result.plan.model.name}, {format_size(result.plan.vram.budget_bytes)}")
+    for heading in ("at depth", "", "plan", "llama.cpp", "ratio", "predicted", "error"):
+        view.add_column(heading, justify="left" if not heading else "right")
+    predicted = result.plan.prediction
+    same_prompt = result.n_prompt == result.plan.workload.n_prompt_tokens
+    for depth in result.measured.depths:
+        for label, n_tokens, seconds, predicted_seconds in (
+            ("prefill tokens/s", result.n_prompt, _prefill, predicted.prefill_seconds if same_prompt else 0.0),
+            ("first token s", 0, _first_token, 0.0),
+            ("decode tokens/s", 1, _decode, predicted.decode_seconds_per_token),
+        ):
+            series = seconds(depth)
+            plain = best_plain(result, depth.n_depth, seconds)
+            view.add_row(
+                str(depth.n_depth),
+                label,
+                _figure(series, n_tokens),
+                _figure(plain[1], n_tokens) if plain else "",
+                f"{plain[1].median / series.median:.2f}" if plain else "",
+                _rate(predicted_seconds, n_tokens) if predicted_seconds else "",
+                f"{predicted_seconds / series.median - 1:+.1%}" if predicted_seconds else "",
+            )
+    return view
+
+
+def remarks(result: BenchResult) -> list[str]:
+    """Return the lines below the table: memory, link, utilisation, and which settings of llama.cpp were best."""
+    plan, measured = result.plan, result.measured
+    lines = [
+        f"peak VRAM: plan {format_size(measured.peak_vram_bytes)} of {format_size(plan.vram.budget_bytes)}, "
+        f"predicted {format_size(plan.prediction.peak_vram_bytes)}"
+    ]
+    lines += [
+        f"  llama.cpp with {plain.name}: {format_size(plain.measured.peak_vram_bytes)}"
+        for plain in result.plain
+        if plain.measured is not None
+    ]
+    if measured.statistics is not None:
+        per_token = measured.statistics.streamed_bytes / measured.n_statistics_tokens
+        lines.append(
+            f"link: {format_size(per_token)} per decoded token, "
+            f"predicted {format_size(plan.prediction.decode_link_bytes_per_token)}"
+        )
+    if measured.gpu_busy_fraction is not None:
+        lines.append(f"GPU busy while decoding: {measured.gpu_busy_fraction:.0%}")
+    for label, seconds in (("prefill", _prefill), ("decode", _decode)):
+        best = best_plain(result, measured.depths[0].n_depth, seconds)
+        if best is not None:
+            lines.append(f"llama.cpp's best {label}: {best[0]}")
+    if plan.is_simulated:
+        lines.append("The device is simulated: these figures say nothing about a GPU.")
+    return lines
+
+
+def _prefill(depth: DepthTimes) -> Series:
+    return depth.prefill_seconds
+
+
+def _first_token(depth: DepthTimes) -> Series:
+    return depth.first_token_seconds
+
+
+def _decode(depth: DepthTimes) -> Series:
+    return depth.decode_seconds
+
+
+def _figure(series: Series, n_tokens: int) -> str:
+    return f"{_rate(series.median, n_tokens)} ± {series.mad / series.median:.1%}"
+
+
+def _rate(seconds: float, n_tokens: int) -> str:
+    return f"{n_tokens / seconds:.1f}" if n_tokens else f"{seconds:.3f}"
