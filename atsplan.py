@@ -12,7 +12,6 @@ from planner.cli import register as register_planner
 from planner.errors import AtsplanError
 from planner.hardware import Hardware, Software
 from profiler.cli import register as register_profiler
-from profiler.detect import detect_hardware, detect_software
 from runtime.cli import register as register_runtime
 
 
