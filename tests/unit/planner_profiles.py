@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from planner.hardware import Cpu, Gpu, Hardware, MachineState, Software
@@ -67,34 +68,33 @@ def size_of(kind: str, shape: tuple[int, ...]) -> int:
 
 
 def dense_weights(shapes: Shapes) -> tuple[WeightUse, ...]:
+    """Return the uses as llama.cpp's graph has them: along the residual stream, inputs pile up and are cut at eight."""
     weights: list[WeightUse] = []
 
-    def add(name: str, op: str, kind: str, shape: tuple[int, ...], inputs: tuple[int, ...], **extra: bool) -> int:
+    def add(name: str, op: str, kind: str, shape: tuple[int, ...], inputs: Iterable[int], **extra: bool) -> int:
         n_out = shape[1] if op == "MUL_MAT" else shape[0]
         size = size_of(kind, shape)
-        weights.append(WeightUse(name, op, kind, shape, size, shape[0] * 4, n_out * 4, inputs, **extra))
+        nearest = tuple(sorted(inputs)[:8])
+        weights.append(WeightUse(name, op, kind, shape, size, shape[0] * 4, n_out * 4, nearest, **extra))
         return len(weights) - 1
 
     s = shapes
-    residual: tuple[int, ...] = (
-        add("token_embd.weight", "GET_ROWS", "q4_K", (s.n_embd, s.n_vocab), (), is_input=True),
-    )
+    residual = {add("token_embd.weight", "GET_ROWS", "q4_K", (s.n_embd, s.n_vocab), (), is_input=True)}
     for layer in range(s.n_layers):
         p = f"blk.{layer}."
         finer = "q6_K" if layer % 2 == 0 else "q4_K"
-        norm = add(p + "attn_norm.weight", "MUL", "f32", (s.n_embd,), residual)
-        q = add(p + "attn_q.weight", "MUL_MAT", "q4_K", (s.n_embd, s.n_head_dims), (norm,))
-        k = add(p + "attn_k.weight", "MUL_MAT", "q4_K", (s.n_embd, s.n_kv_dims), (norm,))
-        v = add(p + "attn_v.weight", "MUL_MAT", finer, (s.n_embd, s.n_kv_dims), (norm,))
-        out = add(p + "attn_output.weight", "MUL_MAT", "q4_K", (s.n_head_dims, s.n_embd), (q, k, v))
-        norm = add(p + "ffn_norm.weight", "MUL", "f32", (s.n_embd,), (out, *residual))
-        gate = add(p + "ffn_gate.weight", "MUL_MAT", "q4_K", (s.n_embd, s.n_ff), (norm,))
-        up = add(p + "ffn_up.weight", "MUL_MAT", "q4_K", (s.n_embd, s.n_ff), (norm,))
-        down = add(p + "ffn_down.weight", "MUL_MAT", finer, (s.n_ff, s.n_embd), (gate, up))
-        residual = (down, out)
-    norm = add("output_norm.weight", "MUL", "f32", (s.n_embd,), residual)
+        add(p + "attn_norm.weight", "MUL", "f32", (s.n_embd,), residual)
+        q = add(p + "attn_q.weight", "MUL_MAT", "q4_K", (s.n_embd, s.n_head_dims), residual)
+        k = add(p + "attn_k.weight", "MUL_MAT", "q4_K", (s.n_embd, s.n_kv_dims), residual)
+        v = add(p + "attn_v.weight", "MUL_MAT", finer, (s.n_embd, s.n_kv_dims), residual)
+        residual = {*residual, add(p + "attn_output.weight", "MUL_MAT", "q4_K", (s.n_head_dims, s.n_embd), (q, k, v))}
+        add(p + "ffn_norm.weight", "MUL", "f32", (s.n_embd,), residual)
+        gate = add(p + "ffn_gate.weight", "MUL_MAT", "q4_K", (s.n_embd, s.n_ff), residual)
+        up = add(p + "ffn_up.weight", "MUL_MAT", "q4_K", (s.n_embd, s.n_ff), residual)
+        residual = {*residual, add(p + "ffn_down.weight", "MUL_MAT", finer, (s.n_ff, s.n_embd), (gate, up))}
+    add("output_norm.weight", "MUL", "f32", (s.n_embd,), residual)
     head = "token_embd.weight" if s.tied else "output.weight"
-    add(head, "MUL_MAT", "q4_K" if s.tied else "q6_K", (s.n_embd, s.n_vocab), (norm,))
+    add(head, "MUL_MAT", "q4_K" if s.tied else "q6_K", (s.n_embd, s.n_vocab), residual)
     return tuple(weights)
 
 

@@ -1,0 +1,334 @@
+"""The joint problem: VRAM, streaming or CPU for every unit, so that a token takes the least time in steady state.
+
+A Lagrangian relaxation of the two pipes, CPU and link, gives a proven lower bound and the worth of a byte of VRAM. An
+exact knapsack at that worth decides how many units of each kind are resident, for several ring sizes. Even patterns of
+the rest, and then small changes to the best of them, are judged by the simulator.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from .knapsack import solve_placement
+from .patterns import UnitGroups, resident_patterns, stream_orders, take_turns
+from .plan import WeightClass
+from .problem import Costs, Graph, Unit
+from .timeline import Timeline, simulate
+
+_RING_SLOTS = (2, 3, 4, 6)  # ring sizes to try, in largest streamed units
+_CROSSING_WEIGHTS = (0.1, 0.7)  # how much crossings count when residents are chosen: how many will share one is open
+_EAGERNESS = (0.95, 1.0, 1.05, 1.15)
+_RING_RESERVES = (0.5, 0.7, 0.85, 1.0)
+_N_SEARCHED = 2  # best candidates that are improved by small changes
+_N_COMPARED = 8  # best candidates that are compared including the prompt
+_SEARCHED_USES = 200_000  # simulated units per candidate; bounds the work the same way on every machine
+_PICOSECONDS = 1e12
+
+TotalSeconds = Callable[["Candidate"], float]
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """What a token costs everywhere, and how much VRAM there is for decided weights and the ring."""
+
+    graph: Graph
+    costs: Costs
+    units: tuple[Unit, ...]
+    groups: UnitGroups
+    available_bytes: int
+    granule: int
+
+    @cached_property
+    def cpu_seconds(self) -> tuple[float, ...]:
+        """Per unit, on the CPU while the link is busy."""
+        return tuple(sum(self.costs.cpu[use] for use in unit.uses) * self.costs.cpu_slowdown for unit in self.units)
+
+    @cached_property
+    def crossing_seconds(self) -> tuple[float, ...]:
+        """Per unit, what a CPU step costs beyond its computation, shared by the uses that could share a step."""
+        return tuple(
+            sum(
+                (self.costs.down[use] + self.costs.up[use]) / (1 if self.graph.leaves_cpu[use] else 2) for use in u.uses
+            )
+            for u in self.units
+        )
+
+    @cached_property
+    def link_seconds(self) -> tuple[float, ...]:
+        return tuple(sum(self.costs.link[use] for use in unit.uses) for unit in self.units)
+
+    @cached_property
+    def serial_gpu_seconds(self) -> tuple[float, ...]:
+        """Per unit, its GPU work that nothing can run beside."""
+        return tuple(sum(self.costs.gpu[use] for use in unit.uses if self._is_serial[use]) for unit in self.units)
+
+    @cached_property
+    def serial_seconds(self) -> float:
+        """GPU work of every plan that nothing can run beside: nodes without weights and small weights."""
+        decided = {use for unit in self.units for use in unit.uses}
+        return sum(
+            self.costs.gpu_before[use] + (0.0 if use in decided else self.costs.gpu[use])
+            for use, serial in enumerate(self._is_serial)
+            if serial
+        )
+
+    @cached_property
+    def unit_of(self) -> tuple[int, ...]:
+        """Per use of a weight, its unit, or -1."""
+        owner = {use: index for index, unit in enumerate(self.units) for use in unit.uses}
+        return tuple(owner.get(use, -1) for use in range(len(self.graph.inputs)))
+
+    @cached_property
+    def ring_bytes(self) -> tuple[int, ...]:
+        """Per unit, the largest piece that its streaming needs in the ring at once."""
+        return tuple(max(self.graph.ring_bytes[use] for use in unit.uses) for unit in self.units)
+
+    @cached_property
+    def _is_serial(self) -> list[bool]:
+        """Per use, whether everything else comes before it or after it."""
+        inputs = self.graph.inputs
+        n = len(inputs)
+        before = [0] * n  # bit sets
+        for use in range(n):
+            for source in inputs[use]:
+                before[use] |= before[source] | 1 << source
+        n_after = [0] * n
+        after = [0] * n
+        for use in range(n - 1, -1, -1):
+            n_after[use] = after[use].bit_count()
+            for source in inputs[use]:
+                after[source] |= after[use] | 1 << use
+        return [before[use].bit_count() + n_after[use] == n - 1 for use in range(n)]
+
+    def vram_bytes(self, classes: Sequence[WeightClass]) -> int:
+        return sum(unit.vram_bytes for unit, cls in zip(self.units, classes, strict=True) if cls == "gpu")
+
+    def expand(self, classes: Sequence[WeightClass]) -> list[WeightClass]:
+        """Return classes per use of a weight from classes per unit."""
+        expanded: list[WeightClass] = ["gpu"] * len(self.graph.inputs)
+        for unit, cls in zip(self.units, classes, strict=True):
+            for use in unit.uses:
+                expanded[use] = cls
+        return expanded
+
+    def simulate(self, classes: Sequence[WeightClass], ring_bytes: int, *, is_rough: bool = False) -> Timeline:
+        return simulate(self.graph, self.costs, self.expand(classes), ring_bytes, is_rough=is_rough)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    classes: tuple[WeightClass, ...]  # per unit
+    ring_bytes: int
+    seconds: float  # per token
+
+
+def lower_bound(problem: DecodeProblem) -> tuple[float, float]:
+    """Return seconds per token that no placement can beat at the measured rates, and the CPU pipe's weight there.
+
+    For any weight w in [0, 1], a token takes at least w x (CPU work + GPU work that nothing can run beside)
+    + (1 - w) x link work; the placement that minimises this is a fractional knapsack. The best w gives the bound.
+    A plan that streams nothing has the CPU's full speed, so its bound counts as well.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(30):  # the bound is concave in w
+        left, right = low + (high - low) / 3, high - (high - low) / 3
+        if _relaxed(problem, left) < _relaxed(problem, right):
+            low = left
+        else:
+            high = right
+    weight = (low + high) / 2
+    undisturbed = replace(problem, costs=replace(problem.costs, cpu_slowdown=1.0))
+    return min(_relaxed(problem, weight), _relaxed(undisturbed, 1.0, may_stream=False)), weight
+
+
+def plain_hybrid(problem: DecodeProblem, ring_bytes: int) -> Candidate:
+    """Return the best candidate that streams nothing while decoding; the ring is kept free for prompts."""
+    undisturbed = replace(problem, costs=replace(problem.costs, cpu_slowdown=1.0))
+    counts = _resident_counts(undisturbed, 1.0, 1.0, ring_bytes)
+    candidates = [
+        _candidate(problem, _classes(problem, residents, ()), ring_bytes)
+        for residents in _distinct(resident_patterns(problem.groups, counts))
+    ]
+    return min(candidates, key=lambda candidate: candidate.seconds)
+
+
+def solve_joint(problem: DecodeProblem, weight: float, total_seconds: TotalSeconds) -> list[Candidate]:
+    """Return candidates, the best by `total_seconds` (prompt and generated tokens together) first.
+
+    `weight` is that of `lower_bound`. Deterministic.
+    """
+    if sum(unit.vram_bytes for unit in problem.units) <= problem.available_bytes:
+        return [_candidate(problem, _classes(problem, set(range(len(problem.units))), ()), 0)]
+    rings = ring_sizes(problem)
+    plain = plain_hybrid(problem, rings[0] if rings else 0)
+    found = [candidate for ring in rings for candidate in _patterns(problem, weight, ring)]
+    found.sort(key=lambda candidate: candidate.seconds)
+    improved = [_improve(problem, candidate) for candidate in found[:_N_SEARCHED]]
+    return sorted([*improved, *found[_N_SEARCHED:_N_COMPARED], plain], key=total_seconds)
+
+
+def ring_sizes(problem: DecodeProblem) -> list[int]:
+    """Return ring sizes in bytes to try, the smallest first; none if not even the smallest unit fits.
+
+    The output matrix is many times larger than the rest; a ring for it would cost more than it brings.
+    """
+    sizes = [
+        size
+        for unit, size in zip(problem.units, problem.ring_bytes, strict=True)
+        if not any(problem.graph.is_terminal[use] for use in unit.uses)
+    ] or list(problem.ring_bytes)
+    for largest in sorted(set(sizes), reverse=True):
+        fitting = [slots * largest for slots in _RING_SLOTS if slots * largest <= problem.available_bytes]
+        if fitting:
+            return fitting
+    return [size for size in sorted(set(sizes))[:1] if size <= problem.available_bytes]
+
+
+def _relaxed(problem: DecodeProblem, weight: float, *, may_stream: bool = True) -> float:
+    """Return the Lagrangian's value: a lower bound on seconds per token for any weight in [0, 1]."""
+    total = weight * problem.serial_seconds
+    savings = []
+    for unit, cpu, link, gpu in zip(
+        problem.units, problem.cpu_seconds, problem.link_seconds, problem.serial_gpu_seconds, strict=True
+    ):
+        on_gpu = weight * gpu
+        host = min(weight * cpu, on_gpu + (1 - weight) * link) if may_stream else weight * cpu
+        total += host
+        savings.append((host - on_gpu, unit.vram_bytes))
+    room = float(problem.available_bytes)
+    for saving, size in sorted(savings, key=lambda item: item[0] / item[1], reverse=True):
+        if saving <= 0 or room <= 0:
+            break
+        total -= saving * min(1.0, room / size)
+        room -= size
+    return total
+
+
+def _resident_counts(problem: DecodeProblem, weight: float, crossing_weight: float, ring_bytes: int) -> list[int]:
+    """Return how many units of each kind to keep in VRAM: an exact knapsack, then whatever still fits.
+
+    Alike units are merged into items of 1, 2, 4, ... units, which loses nothing. While the CPU computes a unit that
+    is larger than the ring, the link comes to a halt: that time is lost as well.
+    """
+    link_rate = sum(unit.size_bytes for unit in problem.units) / sum(problem.link_seconds)
+    room_bytes = problem.available_bytes - ring_bytes
+    gains, sizes, items = [], [], []
+    for k, kind in enumerate(problem.groups.by_kind):
+        unit = kind[0]
+        on_gpu = weight * problem.serial_gpu_seconds[unit]
+        cpu = problem.cpu_seconds[unit]
+        host = weight * cpu + (1 - weight) * max(0.0, cpu - ring_bytes / 2 / link_rate)
+        if problem.ring_bytes[unit] <= ring_bytes:
+            host = min(host, on_gpu + (1 - weight) * problem.link_seconds[unit])
+        host += crossing_weight * problem.crossing_seconds[unit]
+        left, n = len(kind), 1
+        while left:
+            n = min(n, left)
+            gains.append(round((host - on_gpu) * _PICOSECONDS) * n)
+            sizes.append(-(-problem.units[unit].vram_bytes // problem.granule) * n)
+            items.append((k, n))
+            left, n = left - n, 2 * n
+    choice, _ = solve_placement(gains, sizes, [0] * len(items), max(0, room_bytes) // problem.granule)
+    counts = [0] * len(problem.groups.by_kind)
+    for (k, n), chosen in zip(items, choice, strict=True):
+        counts[k] += n * chosen
+    vram = [problem.units[kind[0]].vram_bytes for kind in problem.groups.by_kind]
+    room = room_bytes - sum(n * size for n, size in zip(counts, vram, strict=True))
+    for k in sorted(range(len(counts)), key=lambda k: vram[k], reverse=True):  # what rounding up to MiB left over
+        extra = min(len(problem.groups.by_kind[k]) - counts[k], room // vram[k]) if room > 0 else 0
+        counts[k] += extra
+        room -= extra * vram[k]
+    return counts
+
+
+def _patterns(problem: DecodeProblem, weight: float, ring_bytes: int) -> list[Candidate]:
+    """Return the best candidates for one ring size among all ways to spread residents and to take turns on the host."""
+    counts = [_resident_counts(problem, weight, factor, ring_bytes) for factor in _CROSSING_WEIGHTS]
+    tried: dict[tuple[WeightClass, ...], float] = {}
+    for residents in _distinct(chosen for c in counts for chosen in resident_patterns(problem.groups, c)):
+        for streamed in _ways_to_stream(problem, residents, ring_bytes):
+            classes = _classes(problem, residents, streamed)
+            if classes not in tried:
+                tried[classes] = problem.simulate(classes, ring_bytes, is_rough=True).seconds
+    best = sorted(tried, key=lambda classes: tried[classes])[:_N_SEARCHED]
+    return [_candidate(problem, classes, ring_bytes) for classes in best]
+
+
+def _ways_to_stream(problem: DecodeProblem, residents: set[int], ring_bytes: int) -> Iterator[Collection[int]]:
+    host = [unit for unit in range(len(problem.units)) if unit not in residents]
+    streamable = [unit for unit in host if problem.ring_bytes[unit] <= ring_bytes]
+    for order in stream_orders(problem.groups, streamable):
+        yield order[: _balanced_length(problem, host, order)]
+    for eagerness in _EAGERNESS:
+        for reserve in _RING_RESERVES:
+            yield take_turns(problem.graph, problem.costs, problem.unit_of, residents, ring_bytes, eagerness, reserve)
+
+
+def _balanced_length(problem: DecodeProblem, host: Iterable[int], order: Sequence[int]) -> int:
+    """Return how many units of the order to stream so that the link takes as long as everything else."""
+    rest = problem.serial_seconds + sum(problem.serial_gpu_seconds)
+    rest += sum(problem.cpu_seconds[unit] + problem.crossing_seconds[unit] for unit in host)
+    link = 0.0
+    for n, unit in enumerate(order):
+        link += problem.link_seconds[unit]
+        rest -= problem.cpu_seconds[unit] + problem.crossing_seconds[unit]
+        if link > rest:
+            return n
+    return len(order)
+
+
+def _improve(problem: DecodeProblem, start: Candidate) -> Candidate:
+    """Return the candidate after small changes that the simulator approves.
+
+    A host unit changes sides, two host units that follow each other swap, or two alike units anywhere.
+    """
+    generator = random.Random(0)  # the same plan every time
+    classes = list(start.classes)
+    best = problem.simulate(classes, start.ring_bytes, is_rough=True).seconds
+    alike = {unit: kind for kind in problem.groups.by_kind for unit in kind}
+    host = [unit for unit, cls in enumerate(classes) if cls != "gpu"]
+    for _ in range(_SEARCHED_USES // len(classes) if host else 0):
+        at = generator.randrange(len(host))
+        first, move = host[at], generator.random()
+        second = host[(at + 1) % len(host)] if move < 0.6 else generator.choice(alike[first])
+        old = {first: classes[first], second: classes[second]}
+        if move < 0.3:
+            new: dict[int, WeightClass] = {first: "cpu" if classes[first] == "stream" else "stream"}
+        else:
+            new = {first: classes[second], second: classes[first]}
+        if all(old[unit] == cls for unit, cls in new.items()) or any(
+            cls == "stream" and problem.ring_bytes[unit] > start.ring_bytes for unit, cls in new.items()
+        ):
+            continue
+        for unit, cls in new.items():
+            classes[unit] = cls
+        seconds = problem.simulate(classes, start.ring_bytes, is_rough=True).seconds
+        if seconds < best:
+            best = seconds
+            host = [unit for unit, cls in enumerate(classes) if cls != "gpu"]
+        else:
+            for unit, cls in old.items():
+                classes[unit] = cls
+    return min(start, _candidate(problem, tuple(classes), start.ring_bytes), key=lambda candidate: candidate.seconds)
+
+
+def _classes(problem: DecodeProblem, residents: Collection[int], streamed: Iterable[int]) -> tuple[WeightClass, ...]:
+    classes: list[WeightClass] = ["gpu" if unit in residents else "cpu" for unit in range(len(problem.units))]
+    for unit in streamed:
+        classes[unit] = "stream"
+    return tuple(classes)
+
+
+def _candidate(problem: DecodeProblem, classes: tuple[WeightClass, ...], ring_bytes: int) -> Candidate:
+    return Candidate(classes, ring_bytes, problem.simulate(classes, ring_bytes).seconds)
+
+
+def _distinct(sets: Iterable[set[int]]) -> list[set[int]]:
+    distinct: list[set[int]] = []
+    for one in sets:
+        if one not in distinct:
+            distinct.append(one)
+    return distinct

@@ -1,0 +1,247 @@
+"""What is to be decided and what everything costs: units, and the seconds of every use of a weight on every lane."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .errors import AtsplanError
+from .measurements import Contention, Profile, WeightUse
+from .memory import granule_bytes, is_decided, vram_bytes
+
+_MAX_INPUTS = 8  # a traced weight lists no more; the list may then lack the nearest ones
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that are placed as one: a weight with all its uses, or the experts of one layer."""
+
+    uses: tuple[int, ...]  # indices into Profile.weights, in order of use
+    size_bytes: int  # in host memory
+    vram_bytes: int
+    is_expert: bool
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds per use of a weight (parallel to Profile.weights) for a batch of `n_tokens`, nothing else running.
+
+    `gpu_before` is the time of the nodes without weights that precede the use; they are always computed on the GPU.
+    """
+
+    n_tokens: int
+    n_threads: int
+    cpu: tuple[float, ...]
+    gpu: tuple[float, ...]
+    gpu_before: tuple[float, ...]
+    link: tuple[float, ...]
+    down: tuple[float, ...]  # from the GPU having the input until the CPU can start
+    up: tuple[float, ...]  # from the CPU having the output until the GPU can go on
+    cpu_slowdown: float  # factor while the link is busy all the time
+    link_slowdown: float  # factor while the CPU is busy all the time
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The uses of weights in execution order, as the simulator needs them."""
+
+    inputs: tuple[tuple[int, ...], ...]  # nearest earlier uses that each one depends on
+    leaves_cpu: tuple[bool, ...]  # the next operation on this result is one that only the GPU computes
+    is_terminal: tuple[bool, ...]  # nothing depends on it: computed for the last token of a batch only
+    ring_bytes: tuple[int, ...]  # what a copy takes in the ring
+
+
+def find_units(weights: Sequence[WeightUse]) -> tuple[Unit, ...]:
+    """Return the units to decide about, in order of first use."""
+    granule = granule_bytes(weights)
+    members: dict[object, list[int]] = {}
+    block_of: dict[int, object] = {}  # uses that belong to a layer's experts (biases too) -> its key
+    for index, weight in enumerate(weights):
+        inherited = next((block_of[i] for i in weight.inputs if i in block_of), None)
+        if weight.op == "MUL_MAT_ID":
+            block_of[index] = inherited if inherited is not None else ("experts", weight.inputs)
+        elif weight.op == "ADD_ID" and inherited is not None:
+            block_of[index] = inherited
+        if is_decided(weight, granule):
+            key = block_of[index] if weight.op == "MUL_MAT_ID" else weight.name
+            members.setdefault(key, []).append(index)
+    units = []
+    for uses in members.values():
+        distinct = {weights[use].name: weights[use] for use in uses}.values()
+        units.append(
+            Unit(
+                uses=tuple(uses),
+                size_bytes=sum(weight.size_bytes for weight in distinct),
+                vram_bytes=sum(vram_bytes(weight) for weight in distinct),
+                is_expert=weights[uses[0]].op == "MUL_MAT_ID",
+            )
+        )
+    return tuple(units)
+
+
+def build_graph(weights: Sequence[WeightUse]) -> Graph:
+    """Return what depends on what. See Graph."""
+    inputs = _resolve_inputs(weights)
+    leaves_cpu = [False] * len(weights)
+    is_terminal = [True] * len(weights)
+    for index, weight in enumerate(weights):
+        # Between a product and its operand, an element-wise node (the activation between up and down) can run on the
+        # CPU. Attention joins three results and changes their size.
+        elementwise = len(inputs[index]) <= 2
+        for source in inputs[index]:
+            is_terminal[source] = False
+            if not elementwise or weights[source].output_bytes != weight.input_bytes:
+                leaves_cpu[source] = True
+    return Graph(
+        inputs=inputs,
+        leaves_cpu=tuple(leaves_cpu),
+        is_terminal=tuple(last and weight.op == "MUL_MAT" for last, weight in zip(is_terminal, weights, strict=True)),
+        ring_bytes=tuple(-(-vram_bytes(weight) // 256) * 256 for weight in weights),
+    )
+
+
+def costs(profile: Profile, graph: Graph, n_tokens: int, n_threads: int) -> Costs:
+    """Return what everything costs at this batch size, linear between 1 and the profile's n_ubatch.
+
+    Raises AtsplanError naming what the profile lacks.
+    """
+    kernels = _Kernels(profile)
+    weights = profile.weights
+    matmuls = [weight.op in ("MUL_MAT", "MUL_MAT_ID") and not weight.is_input for weight in weights]
+    tokens = [1 if last else n_tokens for last in graph.is_terminal]
+    uses = range(len(weights))
+    crossing = _crossing(profile, n_threads)
+    copy = _copy(profile)
+    contention = _contention(profile, n_threads)
+    granule = granule_bytes(weights)
+    return Costs(
+        n_tokens=n_tokens,
+        n_threads=n_threads,
+        cpu=tuple(
+            kernels.seconds(weights[i], "cpu", tokens[i], n_threads) if is_decided(weights[i], granule) else 0.0
+            for i in uses
+        ),
+        gpu=tuple(kernels.seconds(weights[i], "gpu", tokens[i], 0) if matmuls[i] else 0.0 for i in uses),
+        gpu_before=_spread_glue(profile, graph, n_tokens),
+        link=tuple(copy(weights[i].size_bytes) if is_decided(weights[i], granule) else 0.0 for i in uses),
+        down=tuple(crossing(weights[i].input_bytes * tokens[i]) / 2 for i in uses),
+        up=tuple(crossing(weights[i].output_bytes * tokens[i]) / 2 for i in uses),
+        cpu_slowdown=_ratio(contention.cpu_alone, contention.cpu_while_link_busy),
+        link_slowdown=_ratio(contention.link_alone, contention.link_while_cpu_busy),
+    )
+
+
+def _resolve_inputs(weights: Sequence[WeightUse]) -> tuple[tuple[int, ...], ...]:
+    """Return the inputs of every use. Where the trace was cut short, the nearest ones are filled in.
+
+    Along the residual stream everything depends on everything before. Neighbours with the same cut list are siblings
+    (query, key and value; gate and up) and do not depend on each other. A trace looks through norms: a product with
+    the inputs of the norm before it depends on that norm.
+    """
+    resolved: list[tuple[int, ...]] = []
+    last_product = last_norm = -1
+    before_norm: tuple[int, ...] = ()
+    for index, weight in enumerate(weights):
+        inputs = tuple(i for i in weight.inputs if 0 <= i < index)
+        is_product = weight.op in ("MUL_MAT", "MUL_MAT_ID")
+        if len(inputs) >= _MAX_INPUTS:
+            is_sibling = last_product >= 0 and weights[last_product].inputs == weight.inputs
+            inputs = resolved[last_product] if is_sibling else (last_product,)
+        if is_product:
+            if last_norm >= 0 and inputs == before_norm:
+                inputs = (last_norm,)
+            last_product = index
+        elif inputs:
+            last_norm, before_norm = index, inputs
+        resolved.append(inputs)
+    return tuple(resolved)
+
+
+class _Kernels:
+    """Medians of the profile's kernels, found fast."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._n_ubatch = profile.n_ubatch
+        self._medians = {
+            (k.op, k.type, k.shape, k.n_experts_used, k.device, k.n_tokens, k.n_threads): k.seconds.median
+            for k in profile.kernels
+        }
+
+    def seconds(self, weight: WeightUse, device: str, n_tokens: int, n_threads: int) -> float:
+        low = self._measured(weight, device, 1, n_threads)
+        if n_tokens == 1:
+            return low
+        high = self._measured(weight, device, self._n_ubatch, n_threads)
+        return low + (high - low) * (n_tokens - 1) / max(1, self._n_ubatch - 1)
+
+    def _measured(self, weight: WeightUse, device: str, n_tokens: int, n_threads: int) -> float:
+        key = (weight.op, weight.type, weight.shape, weight.n_experts_used, device, n_tokens, n_threads)
+        if key not in self._medians:
+            threads = f" with {n_threads} threads" if device == "cpu" else ""
+            raise AtsplanError(
+                f"The profile has no time for {weight.name} ({weight.type}) on the {device.upper()} "
+                f"at {n_tokens} tokens{threads}.",
+                "Profile again with --force.",
+            )
+        return self._medians[key]
+
+
+def _spread_glue(profile: Profile, graph: Graph, n_tokens: int) -> tuple[float, ...]:
+    """Spread the time of the nodes without weights evenly over the places where some must be.
+
+    Those are norms and other small weights, and what joins results that left the CPU's reach (attention).
+    """
+    of_context = [timing for timing in profile.glue if timing.n_context == profile.n_context]
+    total = Curve((timing.n_tokens, timing.seconds.median) for timing in of_context or profile.glue)(n_tokens)
+    granule = granule_bytes(profile.weights)
+    decided = [is_decided(weight, granule) for weight in profile.weights]
+    places = []
+    for index, weight in enumerate(profile.weights):
+        follows_another = index > 0 and decided[index - 1] and graph.inputs[index] != graph.inputs[index - 1]
+        joins = follows_another and any(graph.leaves_cpu[source] for source in graph.inputs[index])
+        places.append(not weight.is_input and (joins or not decided[index]))
+    share = total / max(1, sum(places))
+    return tuple(share if place else 0.0 for place in places)
+
+
+def _crossing(profile: Profile, n_threads: int) -> Curve:
+    same = [timing for timing in profile.crossings if timing.n_threads == n_threads]
+    return Curve((timing.activation_bytes, timing.seconds.median) for timing in same or profile.crossings)
+
+
+def _copy(profile: Profile) -> Curve:
+    used = [timing for timing in profile.link if timing.direction == "h2d" and timing.pinned]
+    if not used:
+        raise AtsplanError("The profile has no link rate from pinned memory.", "Profile again with --force.")
+    return Curve((timing.size_bytes, timing.seconds.median) for timing in used)
+
+
+def _contention(profile: Profile, n_threads: int) -> Contention:
+    """Return the figures for this thread count, else for the nearest, else none."""
+    nearest = sorted(profile.contention, key=lambda c: (abs(c.n_threads - n_threads), c.n_threads))
+    return nearest[0] if nearest else Contention(n_threads, 1.0, 1.0, 1.0, 1.0)
+
+
+def _ratio(alone: float, busy: float) -> float:
+    """Return how many times longer something takes. A measurement below 1 is noise; 0 means not measured."""
+    return max(1.0, alone / busy) if alone > 0 and busy > 0 else 1.0
+
+
+class Curve:
+    """The line through (x, y) points, extended beyond the outer ones, never below 0. Equal x count with their mean."""
+
+    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
+        grouped: dict[float, list[float]] = {}
+        for x, y in points:
+            grouped.setdefault(x, []).append(y)
+        self._x = sorted(grouped)
+        self._y = [sum(grouped[x]) / len(grouped[x]) for x in self._x]
+
+    def __call__(self, x: float) -> float:
+        """Return y at `x`; 0 if there are no points, a constant if there is one."""
+        if len(self._x) < 2:
+            return self._y[0] if self._y else 0.0
+        right = min(max(bisect_left(self._x, x), 1), len(self._x) - 1)
+        x0, x1, y0, y1 = self._x[right - 1], self._x[right], self._y[right - 1], self._y[right]
+        return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))

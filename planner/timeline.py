@@ -1,0 +1,247 @@
+"""An event simulator of the three lanes: GPU, CPU and the link. It mirrors how the engine orders its work.
+
+GPU work is queued in graph order. A CPU step begins when the GPU has reached it, and everything queued later waits for
+its result, except work that does not depend on it: that is queued before the step starts. Streamed weights travel in
+order of use, ahead of time and across rounds, into a ring of fixed regions; one launch waits for all its copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .plan import WeightClass
+from .problem import Costs, Graph
+
+_MAX_ROUNDS = 8
+_STEADY = 1e-4  # relative difference of two rounds that counts as none
+
+_LAUNCH, _PUBLISH, _COMPUTE = range(3)
+# launch: (kind, GPU seconds, first stream, end of streams); publish: (kind, down seconds, 0, 0);
+# compute: (kind, CPU seconds, up seconds, 0). Tuples, because a search runs through millions of them.
+_Operation = tuple[int, float, float, int]
+
+
+@dataclass(frozen=True)
+class Event:
+    lane: str  # "gpu" | "cpu" | "link"
+    uses: tuple[int, ...]  # indices into Profile.weights
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One round (a token, or a micro-batch) in steady state, and the first one, whose copies start with it."""
+
+    seconds: float
+    first_seconds: float
+    gpu_busy_seconds: float
+    cpu_busy_seconds: float
+    link_busy_seconds: float
+    n_cpu_steps: int
+    events: tuple[Event, ...] = ()  # of one steady round, times from its start; a copy may start before it
+
+
+def simulate(
+    graph: Graph,
+    costs: Costs,
+    classes: Sequence[WeightClass],
+    ring_bytes: int,
+    *,
+    is_rough: bool = False,
+    with_events: bool = False,
+) -> Timeline:
+    """Return the timeline of `classes`, one per use of a weight.
+
+    How much the CPU and the link slow each other down follows from how busy the other one turns out to be; a rough
+    timeline takes both as always busy, which is nearly true of good plans and takes half the time.
+    """
+    program = _Program(graph, costs, classes, ring_bytes)
+    streams = program.streams
+    blockers = ring_blockers([graph.ring_bytes[use] for use in streams], ring_bytes)
+    alone_link = sum(costs.link[use] for use in streams)
+    alone_cpu = sum(operation[1] for operation in program.operations if operation[0] == _COMPUTE)
+    # Assume first that both are always busy, then use the shares that this gives.
+    link_share, cpu_share = (1.0 if streams else 0.0), (1.0 if alone_cpu else 0.0)
+    both = bool(streams) and alone_cpu > 0 and not is_rough
+    while True:
+        cpu_factor = 1.0 + (costs.cpu_slowdown - 1.0) * link_share
+        link_factor = 1.0 + (costs.link_slowdown - 1.0) * cpu_share
+        lanes = _Lanes()
+        copies = [costs.link[use] * link_factor for use in streams]
+        lengths = [lanes.run_round(program.operations, copies, blockers, cpu_factor)]
+        while len(lengths) < _MAX_ROUNDS:
+            lengths.append(lanes.run_round(program.operations, copies, blockers, cpu_factor))
+            if len(lengths) > 2 and abs(lengths[-1] - lengths[-2]) <= _STEADY * lengths[-1]:
+                break
+        seconds = (lengths[-1] + lengths[-2]) / 2
+        if not both:
+            break
+        both = False
+        link_share = min(1.0, alone_link * link_factor / seconds)
+        cpu_share = min(1.0, alone_cpu * cpu_factor / seconds)
+    events: list[Event] = []
+    if with_events:
+        lanes.run_round(program.operations, copies, blockers, cpu_factor, (program, events))
+    return Timeline(
+        seconds=seconds,
+        first_seconds=lengths[0],
+        gpu_busy_seconds=sum(operation[1] for operation in program.operations if operation[0] == _LAUNCH),
+        cpu_busy_seconds=alone_cpu * cpu_factor,
+        link_busy_seconds=alone_link * link_factor,
+        n_cpu_steps=sum(operation[0] == _COMPUTE for operation in program.operations),
+        events=tuple(events),
+    )
+
+
+def ring_blockers(sizes_bytes: Sequence[int], ring_bytes: int) -> list[int]:
+    """Return for every stream how many uses back (cyclically, 1..n) the last use of an overlapping region lies.
+
+    Regions follow each other and start again at 0 where one does not fit. A copy may start when that use is over.
+    """
+    starts = []
+    following = 0
+    for size in sizes_bytes:
+        if following + size > ring_bytes:
+            following = 0
+        starts.append(following)
+        following += size
+    n = len(sizes_bytes)
+    blockers = []
+    for i in range(n):
+        start, end = starts[i], starts[i] + sizes_bytes[i]
+        distance = 1
+        while distance < n:
+            j = i - distance
+            if starts[j] < end and start < starts[j] + sizes_bytes[j]:
+                break
+            distance += 1
+        blockers.append(distance)
+    return blockers
+
+
+@dataclass
+class _Program:
+    """The operations of one round in the order in which the engine hands them out."""
+
+    graph: Graph
+    costs: Costs
+    classes: Sequence[WeightClass]
+    ring_bytes: int
+    operations: list[_Operation] = field(default_factory=list)
+    uses: list[tuple[int, ...]] = field(default_factory=list)  # of each operation
+    streams: list[int] = field(default_factory=list)  # uses, in order
+
+    def __post_init__(self) -> None:
+        graph, costs, classes = self.graph, self.costs, self.classes
+        self._launch_seconds = 0.0
+        self._launch_uses: list[int] = []
+        self._launch_first_stream = 0
+        self._launch_ring_bytes = 0
+        step: list[int] = []  # uses in the CPU step that is being collected
+        for use, cls in enumerate(classes):
+            on_cpu = cls == "cpu"
+            before = costs.gpu_before[use]
+            if step:
+                # What reads a result of the step ends it; so does a CPU use that reads what the GPU makes meanwhile.
+                ends = graph.leaves_cpu[step[-1]] or (on_cpu and before > 0.0)
+                for source in graph.inputs[use]:
+                    if source >= step[0] and (classes[source] == "cpu") is not on_cpu:
+                        ends = True
+                if ends:
+                    self._end_step(step)
+                    step = []
+            if on_cpu:
+                if before > 0.0:
+                    self._add_gpu_work(use, before)
+                if not step:
+                    self._end_launch()
+                    self._append((_PUBLISH, costs.down[use], 0.0, 0), ())
+                step.append(use)
+                continue
+            if cls == "stream":
+                size = graph.ring_bytes[use]
+                is_first = len(self.streams) == self._launch_first_stream
+                if is_first or 2 * (self._launch_ring_bytes + size) > self.ring_bytes:
+                    self._end_launch()
+                self.streams.append(use)
+                self._launch_ring_bytes += size
+            self._add_gpu_work(use, before + costs.gpu[use])
+        if step:
+            self._end_step(step)
+        self._end_launch()
+
+    def _add_gpu_work(self, use: int, seconds: float) -> None:
+        if seconds > 0.0 or self.classes[use] == "stream":
+            self._launch_seconds += seconds
+            self._launch_uses.append(use)
+
+    def _end_launch(self) -> None:
+        if self._launch_uses:
+            first, end = self._launch_first_stream, len(self.streams)
+            self._append((_LAUNCH, self._launch_seconds, first, end), tuple(self._launch_uses))
+        self._launch_seconds, self._launch_uses = 0.0, []
+        self._launch_first_stream, self._launch_ring_bytes = len(self.streams), 0
+
+    def _end_step(self, step: list[int]) -> None:
+        self._end_launch()  # what does not depend on the step runs meanwhile
+        seconds = sum(self.costs.cpu[use] for use in step)
+        self._append((_COMPUTE, seconds, self.costs.up[step[-1]], 0), tuple(step))
+
+    def _append(self, operation: _Operation, uses: tuple[int, ...]) -> None:
+        self.operations.append(operation)
+        self.uses.append(uses)
+
+
+class _Lanes:
+    """When each lane is free, and when each streamed weight so far was last read. Seconds from the first round."""
+
+    def __init__(self) -> None:
+        self._gpu = self._cpu = self._link = 0.0
+        self._read: list[float] = []
+
+    def run_round(
+        self,
+        operations: list[_Operation],
+        copies: list[float],
+        blockers: list[int],
+        cpu_factor: float,
+        recorder: tuple[_Program, list[Event]] | None = None,
+    ) -> float:
+        """Run every operation once and return how long that took. A round starts when the one before has ended."""
+        start = gpu = cpu = max(self._gpu, self._cpu)
+        link, read = self._link, self._read
+        base = len(read)
+        ready = 0.0
+        for index, (kind, seconds, extra, end_stream) in enumerate(operations):
+            if kind == _LAUNCH:
+                first_stream = int(extra)
+                for stream in range(first_stream, end_stream):
+                    blocker = base + stream - blockers[stream]
+                    begin = link
+                    if blocker >= 0 and read[blocker] > begin:
+                        begin = read[blocker]
+                    link = begin + copies[stream]
+                    if recorder:
+                        recorder[1].append(Event("link", (recorder[0].streams[stream],), begin - start, link - start))
+                    # Within one launch no region is used twice, so the end of the launch is known below.
+                    read.append(0.0)
+                if end_stream > first_stream and link > gpu:
+                    gpu = link
+                if recorder:
+                    recorder[1].append(Event("gpu", recorder[0].uses[index], gpu - start, gpu + seconds - start))
+                gpu += seconds
+                for stream in range(first_stream, end_stream):
+                    read[base + stream] = gpu
+            elif kind == _PUBLISH:
+                ready = gpu + seconds
+            else:
+                begin = cpu if cpu > ready else ready
+                cpu = begin + seconds * cpu_factor
+                if recorder:
+                    recorder[1].append(Event("cpu", recorder[0].uses[index], begin - start, cpu - start))
+                if cpu + extra > gpu:
+                    gpu = cpu + extra
+        self._gpu, self._cpu, self._link = gpu, cpu, link
+        return max(gpu, cpu) - start
