@@ -1,0 +1,180 @@
+"""The micro-benchmarks time real work: more of it takes longer, and so do cold weights. Bad requests are errors."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planner.errors import DeviceError
+from planner.units import KIB, MIB
+from profiler.synthetic_model import write_synthetic_model
+from runtime.bindings import Ggml, Helper, MatmulSpec
+from runtime.library import HYBRID_DEVICE, load
+from runtime.session import LoadSettings, open_context, open_model
+
+F32, Q4_K = 0, 12
+Q4_K_BYTES = 144  # per block of 256 elements
+
+
+@pytest.fixture(scope="module")
+def helper(native_helper: Path) -> Helper:
+    return Helper(load("sim").ats)
+
+
+def product(
+    shape: tuple[int, ...], *, kind: int = Q4_K, n_experts_used: int = 0, n_tokens: int = 1, cold_bytes: int = 0
+) -> MatmulSpec:
+    random = np.random.default_rng(0)
+    if kind == F32:  # not any bytes: denormal numbers are slow
+        row = random.standard_normal(shape[0], np.float32).tobytes()
+    else:
+        row = random.bytes(shape[0] * Q4_K_BYTES // 256)
+    return MatmulSpec(kind, shape, n_experts_used, n_tokens, row * 4, cold_bytes)
+
+
+def ratio(helper: Helper, slow: MatmulSpec, fast: MatmulSpec, device: str = "cpu") -> float:
+    """Return how many times longer `slow` takes when no other program interferes: the best of alternating rounds."""
+    seconds = {"slow": 1e9, "fast": 1e9}
+    for _ in range(6):
+        for name, spec in (("slow", slow), ("fast", fast)):
+            seconds[name] = min(seconds[name], *helper.bench_matmul(device, 1, spec, n_warmup=0, n_samples=8))
+    return seconds["slow"] / seconds["fast"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_twice_the_rows_take_about_twice_as_long(helper: Helper, device: str) -> None:
+    assert 1.4 < ratio(helper, product((1024, 4096)), product((1024, 2048)), device) < 3
+
+
+def test_a_batch_takes_longer_than_a_token(helper: Helper) -> None:
+    assert ratio(helper, product((1024, 512), n_tokens=64), product((1024, 512))) > 4
+
+
+def test_only_the_used_experts_are_computed(helper: Helper) -> None:
+    eight, two = (product((1024, 512, 16), n_experts_used=n) for n in (8, 2))
+    assert 2.5 < ratio(helper, eight, two) < 6
+
+
+def test_cold_weights_are_slower_than_cached_ones(helper: Helper) -> None:
+    weights_bytes = 512 * KIB  # far less than a core's own cache; f32 is limited by memory
+    cold = product((1024, 128), kind=F32, cold_bytes=256 * weights_bytes)
+    assert ratio(helper, cold, product((1024, 128), kind=F32)) > 1.5
+
+
+def test_cold_weights_take_the_memory_they_rotate_through(helper: Helper) -> None:
+    helper.bench_release()
+    before = _resident_bytes()
+    helper.bench_matmul("cpu", 1, product((1024, 1024), cold_bytes=100 * MIB), n_warmup=0, n_samples=1)
+    assert 95 * MIB < _resident_bytes() - before < 130 * MIB
+    helper.bench_release()
+    assert _resident_bytes() - before < 30 * MIB
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+GOOD = product((256, 4))
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        (replace(GOOD, type_number=4), "not a type of weights"),  # a type that ggml has removed
+        (replace(GOOD, type_number=-1), "not a type of weights"),
+        (replace(GOOD, type_number=10_000), "not a type of weights"),
+        (replace(GOOD, shape=(250, 4)), "multiple of 256 elements"),
+        (replace(GOOD, shape=(256, 0)), "impossible shape"),
+        (replace(GOOD, shape=(2**40, 2**40)), "impossible shape"),
+        (replace(GOOD, n_tokens=0), "not a number of tokens"),
+        (replace(GOOD, n_experts_used=2), "2 of 1 experts"),
+        (replace(GOOD, n_experts_used=-1), "-1 of 1 experts"),
+        (replace(GOOD, weights=GOOD.weights[:-1]), "whole rows"),
+        (replace(GOOD, weights=b""), "whole rows"),
+        (replace(GOOD, cold_bytes=-1), "whole rows"),
+    ],
+)
+def test_a_bad_product_is_an_error(helper: Helper, spec: MatmulSpec, problem: str) -> None:
+    with pytest.raises(DeviceError, match=problem):
+        helper.bench_matmul("cpu", 1, spec, n_warmup=0, n_samples=1)
+
+
+def test_a_tensor_larger_than_memory_is_an_error(helper: Helper) -> None:
+    with pytest.raises(DeviceError, match="bytes, .* are free|out of memory"):
+        helper.bench_matmul("cpu", 1, product((2**20, 2**20)), n_warmup=0, n_samples=1)
+
+
+@pytest.mark.parametrize("n_threads", [0, -1, 100_000])
+def test_a_bad_thread_count_is_an_error(helper: Helper, n_threads: int) -> None:
+    with pytest.raises(DeviceError, match="number of threads"):
+        helper.bench_matmul("cpu", n_threads, GOOD, n_warmup=0, n_samples=1)
+
+
+def test_another_device_is_an_error(helper: Helper) -> None:
+    with pytest.raises(DeviceError, match="measures SIM, not cuda7"):
+        helper.bench_matmul("cuda7", 1, GOOD, n_warmup=0, n_samples=1)
+
+
+@pytest.mark.parametrize("host_to_device", [True, False])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_copies_run_at_the_speed_of_memory(helper: Helper, host_to_device: bool, pinned: bool) -> None:
+    seconds = min(
+        helper.bench_transfer(
+            host_to_device=host_to_device, pinned=pinned, size_bytes=16 * MIB, n_warmup=1, n_samples=5
+        )
+    )
+    assert 0.5e9 < 16 * MIB / seconds < 500e9
+
+
+def test_a_copy_of_nothing_is_an_error(helper: Helper) -> None:
+    with pytest.raises(DeviceError, match="cannot be copied"):
+        helper.bench_transfer(host_to_device=True, pinned=True, size_bytes=0, n_warmup=0, n_samples=1)
+
+
+def test_a_large_activation_crosses_slower(helper: Helper) -> None:
+    small, large = (min(helper.bench_crossing(1, size, n_warmup=1, n_samples=7)) for size in (4 * KIB, 16 * MIB))
+    assert large > 10 * small
+    with pytest.raises(DeviceError, match="no activation"):
+        helper.bench_crossing(1, 0, n_warmup=0, n_samples=1)
+
+
+def test_contention_measures_both_sides_alone_and_together(helper: Helper) -> None:
+    spec = product((1024, 1024), cold_bytes=64 * MIB)
+    rates = helper.bench_contention(1, spec, copy_bytes=4 * MIB, duration_seconds=0.1)
+    assert 0.01e9 < rates.cpu_alone < 500e9
+    assert 0.1e9 < rates.link_alone < 500e9
+    assert 0 < rates.cpu_while_link_busy < 2 * rates.cpu_alone
+    assert 0 < rates.link_while_cpu_busy < 2 * rates.link_alone
+
+
+def test_glue_of_a_model_grows_with_the_batch(helper: Helper, smollm2: Path) -> None:
+    settings = LoadSettings(n_context=512, n_ubatch=64, n_threads=1, devices=(HYBRID_DEVICE,), no_alloc=True)
+    ggml = Ggml(load("sim").ggml)
+    with open_model(smollm2, settings, ggml) as model, open_context(model, settings, ggml) as context:
+        token, n_skipped = helper.bench_glue(context, 1, n_warmup=1, n_samples=20)
+        batch, _ = helper.bench_glue(context, 64, n_warmup=0, n_samples=5)
+        assert n_skipped == 0
+        assert 0 < 3 * min(token) < min(batch)
+        with pytest.raises(DeviceError, match="65 tokens"):
+            helper.bench_glue(context, 65, n_warmup=0, n_samples=1)
+        assert helper.trace_weights(context, 1)  # the context still works
+
+
+@pytest.mark.parametrize("flash_attention", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3moe-tiny", "gpt-oss-tiny", "deepseek2-tiny", "gemma3-tiny", "mamba-tiny", "qwen3next-tiny", "lfm2-tiny"],
+)
+def test_every_kind_of_graph_has_glue(helper: Helper, tmp_path: Path, name: str, flash_attention: bool) -> None:
+    path = write_synthetic_model(tmp_path / "model.gguf", name)[0]
+    settings = LoadSettings(256, 16, 1, flash_attention=flash_attention, devices=(HYBRID_DEVICE,), no_alloc=True)
+    ggml = Ggml(load("sim").ggml)
+    with open_model(path, settings, ggml) as model, open_context(model, settings, ggml) as context:
+        for n_tokens in (1, 16):
+            samples, n_skipped = helper.bench_glue(context, n_tokens, n_warmup=0, n_samples=1)
+            assert samples[0] > 0
+            assert n_skipped == 0
