@@ -1,0 +1,108 @@
+"""The measurements that need the device, as functions that a Worker calls in its own process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.gguf_model import GgufTensor, read_tensor_bytes
+from planner.measurements import Contention, Series, WeightUse
+from planner.units import MIB
+from runtime.bindings import Ggml, Helper, MatmulSpec
+from runtime.library import HYBRID_DEVICE, load
+from runtime.session import LoadSettings, open_context, open_model
+
+from .measure import Effort, measure
+
+MAX_WEIGHT_BYTES = 16 * MIB  # of real weights; larger tensors are filled with repetitions of them
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A product that is measured once for all weights of its type and shape. `source` is one of them."""
+
+    op: str
+    type: str
+    shape: tuple[int, ...]
+    n_experts_used: int
+    source: GgufTensor
+
+    def fits(self, weight: WeightUse) -> bool:
+        return kernel_key(weight) == (self.op, self.type, self.shape, self.n_experts_used)
+
+
+def kernel_key(weight: WeightUse) -> tuple[str, str, tuple[int, ...], int]:
+    return weight.op, weight.type, weight.shape, weight.n_experts_used
+
+
+def matmul(
+    device: str, kernel: Kernel, kernel_device: str, n_threads: int, n_tokens: int, cold_bytes: int, effort: Effort
+) -> Series:
+    """Measure seconds per product on `kernel_device`: "cpu", with `n_threads`, or `device` itself."""
+    helper = _helper(device)
+    spec = _matmul_spec(device, kernel, n_tokens, cold_bytes)
+    return measure(lambda n: helper.bench_matmul(kernel_device, n_threads, spec, n_warmup=0, n_samples=n), effort)
+
+
+def glue(device: str, path: Path, n_context: int, n_ubatch: int, n_tokens: int, effort: Effort) -> tuple[Series, int]:
+    """Measure everything but products with weights for `n_tokens`; also return how many nodes the GPU cannot do."""
+    ggml, helper = Ggml(load(device).ggml), _helper(device)
+    settings = LoadSettings(n_context, n_ubatch, n_threads=1, devices=(HYBRID_DEVICE,), no_alloc=True)
+    skipped: list[int] = []
+
+    def take(n_samples: int) -> tuple[float, ...]:
+        samples, n_skipped = helper.bench_glue(context, n_tokens, n_warmup=0, n_samples=n_samples)
+        skipped.append(n_skipped)
+        return samples
+
+    with open_model(path, settings, ggml) as model, open_context(model, settings, ggml) as context:
+        series = measure(take, effort)
+    return series, skipped[-1]
+
+
+def transfer(device: str, host_to_device: bool, pinned: bool, size_bytes: int, effort: Effort) -> Series:
+    """Measure seconds per copy, when one copy follows the other."""
+    helper = _helper(device)
+    return measure(
+        lambda n: helper.bench_transfer(
+            host_to_device=host_to_device, pinned=pinned, size_bytes=size_bytes, n_warmup=0, n_samples=n
+        ),
+        effort,
+    )
+
+
+def crossing(device: str, n_threads: int, activation_bytes: int, effort: Effort) -> Series:
+    """Measure seconds that a round trip GPU -> CPU -> GPU adds to the work on both."""
+    helper = _helper(device)
+    return measure(lambda n: helper.bench_crossing(n_threads, activation_bytes, n_warmup=1, n_samples=n), effort)
+
+
+def contention(
+    device: str, kernel: Kernel, n_threads: int, cold_bytes: int, copy_bytes: int, phase_seconds: float
+) -> Contention:
+    """Measure products for one token against copies of `copy_bytes`, each alone and both together."""
+    spec = _matmul_spec(device, kernel, 1, cold_bytes)
+    rates = _helper(device).bench_contention(n_threads, spec, copy_bytes=copy_bytes, duration_seconds=phase_seconds)
+    return Contention(
+        n_threads, rates.cpu_alone, rates.cpu_while_link_busy, rates.link_alone, rates.link_while_cpu_busy
+    )
+
+
+def free_bytes_after_release(device: str) -> int:
+    """Return the device's free memory when only the driver, its kernels and their scratch memory take any."""
+    helper = _helper(device)
+    helper.bench_release()
+    free_bytes, _ = helper.device_memory()
+    return free_bytes
+
+
+def _matmul_spec(device: str, kernel: Kernel, n_tokens: int, cold_bytes: int) -> MatmulSpec:
+    row_bytes = kernel.source.size_bytes // math.prod(kernel.source.shape[1:])
+    weights = read_tensor_bytes(kernel.source, max(MAX_WEIGHT_BYTES // row_bytes, 1) * row_bytes)
+    type_number = Ggml(load(device).ggml).type_number(kernel.type)
+    return MatmulSpec(type_number, kernel.shape, kernel.n_experts_used, n_tokens, weights, cold_bytes)
+
+
+def _helper(device: str) -> Helper:
+    return Helper(load(device).ats)

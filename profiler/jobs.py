@@ -1,0 +1,182 @@
+"""The work list of a profile: every distinct measurement, each with the time it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from planner.errors import InvalidFileError
+from planner.gguf_model import GgufModel
+from planner.measurements import Contention, CrossingTiming, GlueTiming, KernelTiming, LinkTiming, WeightUse
+from planner.units import GIB, KIB, MIB
+from runtime.inspect_model import Inspection
+
+from . import bench
+from .bench import Kernel, kernel_key
+from .measure import Effort
+from .worker import Worker
+
+LINK_SIZES_BYTES = (256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+CROSSING_SIZES_BYTES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB, 64 * MIB)
+CONTENTION_COPY_BYTES = 16 * MIB
+CONTENTION_PHASE_SECONDS = 0.2
+GPU_COLD_BYTES = 256 * MIB  # more than the last-level cache of any GPU
+MAX_CPU_COLD_BYTES = 2 * GIB
+
+KERNELS_BUDGET_SECONDS = 20.0  # for all series of products, unless single products are slow
+MAX_SERIES_SECONDS = 0.5
+OTHER_EFFORT = Effort(budget_seconds=0.15)
+
+Timing: TypeAlias = KernelTiming | GlueTiming | LinkTiming | CrossingTiming | Contention
+
+
+@dataclass(frozen=True)
+class Job:
+    label: str
+    expected_seconds: float
+    run: Callable[[Worker], tuple[Timing, str]]  # a part of the profile, and a remark about it or ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is measured on. `device` names the process's device, `gpu` the one to measure: "" for the CPU alone."""
+
+    device: str
+    gpu: str
+    threads: tuple[int, ...]
+    cpu_cold_bytes: int
+
+    @property
+    def gpu_cold_bytes(self) -> int:
+        return 0 if self.gpu == "sim" else GPU_COLD_BYTES
+
+
+def distinct_kernels(model: GgufModel, weights: Sequence[WeightUse]) -> list[Kernel]:
+    """Return every distinct product with a weight, in order of first use."""
+    tensors = {tensor.name: tensor for tensor in model.tensors}
+    kernels: dict[object, Kernel] = {}
+    for weight in weights:
+        if weight.op in ("MUL_MAT", "MUL_MAT_ID") and kernel_key(weight) not in kernels:
+            source = tensors.get(weight.name)
+            if source is None:
+                raise InvalidFileError(f"llama.cpp multiplies with {weight.name}, which the file does not hold.")
+            kernels[kernel_key(weight)] = Kernel(*kernel_key(weight), source)
+    return list(kernels.values())
+
+
+def batch_rows(kernel: Kernel, inspection: Inspection, n_ubatch: int) -> int:
+    """Return how many tokens the kernel sees of a full micro-batch: after the last attention, only one goes on."""
+    decode = {(weight.name, weight.op): weight.input_bytes for weight in inspection.weights_decode}
+    rows = [
+        round(weight.input_bytes * n_ubatch / decode[weight.name, weight.op])
+        for weight in inspection.weights_prefill
+        if kernel.fits(weight) and decode.get((weight.name, weight.op))
+    ]
+    return min(max(rows, default=n_ubatch) or 1, n_ubatch)
+
+
+def kernel_jobs(kernels: Sequence[Kernel], inspection: Inspection, machine: Machine, n_ubatch: int) -> Iterator[Job]:
+    """Yield one job per kernel, device, batch and thread count. Jobs on equal weights follow one another."""
+    places = [("cpu", n_threads) for n_threads in machine.threads] + [("gpu", 0)] * bool(machine.gpu)
+    effort = Effort(min(MAX_SERIES_SECONDS, KERNELS_BUDGET_SECONDS / max(1, 2 * len(places) * len(kernels))))
+    for kernel in kernels:
+        n_rows = batch_rows(kernel, inspection, n_ubatch)
+        for place, n_threads in places:
+            for n_tokens in sorted({1, n_ubatch}):
+                yield _kernel_job(kernel, machine, place, n_threads, n_tokens, 1 if n_tokens == 1 else n_rows, effort)
+
+
+def _kernel_job(
+    kernel: Kernel, machine: Machine, place: str, n_threads: int, n_tokens: int, n_rows: int, effort: Effort
+) -> Job:
+    """`n_tokens` is the batch that the timing stands for, `n_rows` the tokens of it that reach this kernel."""
+    is_cpu = place == "cpu"
+    name = f"{kernel.op} {kernel.type} {'x'.join(map(str, kernel.shape))}"
+    where = _count(n_threads, "thread") if is_cpu else "GPU"
+    cold_bytes = 0 if n_rows > 1 else machine.cpu_cold_bytes if is_cpu else machine.gpu_cold_bytes
+    n_active = kernel.n_experts_used or (kernel.shape[2] if len(kernel.shape) > 2 else 1)
+    flops = 2.0 * kernel.shape[0] * kernel.shape[1] * n_active * n_rows
+    flops_per_second = 3e10 * n_threads if is_cpu else 2e10 if machine.gpu == "sim" else 2e13
+
+    def run(worker: Worker) -> tuple[Timing, str]:
+        series = worker.call(
+            bench.matmul, machine.device, kernel, "cpu" if is_cpu else machine.gpu, max(n_threads, 1), n_rows,
+            cold_bytes, effort,
+        )  # fmt: skip
+        return KernelTiming(
+            kernel.op, kernel.type, kernel.shape, kernel.n_experts_used, place, n_tokens, n_threads, series
+        ), ""
+
+    return Job(
+        f"{name}, {_count(n_tokens, 'token')}, {where}", effort.budget_seconds + 3 * flops / flops_per_second, run
+    )
+
+
+def glue_jobs(path: Path, machine: Machine, n_context: int, n_ubatch: int) -> Iterator[Job]:
+    for n_tokens in sorted({1, n_ubatch}):
+        yield _glue_job(path, machine, n_context, n_ubatch, n_tokens)
+
+
+def _glue_job(path: Path, machine: Machine, n_context: int, n_ubatch: int, n_tokens: int) -> Job:
+    def run(worker: Worker) -> tuple[Timing, str]:
+        series, n_skipped = worker.call(bench.glue, machine.device, path, n_context, n_ubatch, n_tokens, OTHER_EFFORT)
+        remark = (
+            f"{n_skipped} nodes of the graph for {_count(n_tokens, 'token')} cannot run on the GPU" if n_skipped else ""
+        )
+        return GlueTiming(n_tokens, n_context, series), remark
+
+    return Job(f"attention, norms and the like, {_count(n_tokens, 'token')}", 1.0 if n_tokens == 1 else 3.0, run)
+
+
+def link_jobs(machine: Machine) -> Iterator[Job]:
+    for direction in ("h2d", "d2h"):
+        for pinned in (True, False):
+            for size_bytes in LINK_SIZES_BYTES:
+                yield _link_job(machine, direction, pinned, size_bytes)
+
+
+def _link_job(machine: Machine, direction: str, pinned: bool, size_bytes: int) -> Job:
+    def run(worker: Worker) -> tuple[Timing, str]:
+        series = worker.call(bench.transfer, machine.device, direction == "h2d", pinned, size_bytes, OTHER_EFFORT)
+        return LinkTiming(direction, pinned, size_bytes, series), ""
+
+    kind = "pinned" if pinned else "pageable"
+    return Job(f"copies, {direction}, {kind}, {size_bytes // KIB} KiB", 0.3, run)
+
+
+def crossing_jobs(machine: Machine, max_activation_bytes: int) -> Iterator[Job]:
+    """Yield jobs for sizes up to the first that is at least `max_activation_bytes`."""
+    n_sizes = 1 + sum(size < max_activation_bytes for size in CROSSING_SIZES_BYTES)
+    for n_threads in machine.threads:
+        for size_bytes in CROSSING_SIZES_BYTES[:n_sizes]:
+            yield _crossing_job(machine, n_threads, size_bytes)
+
+
+def _crossing_job(machine: Machine, n_threads: int, size_bytes: int) -> Job:
+    def run(worker: Worker) -> tuple[Timing, str]:
+        series = worker.call(bench.crossing, machine.device, n_threads, size_bytes, OTHER_EFFORT)
+        return CrossingTiming(n_threads, size_bytes, series), ""
+
+    return Job(f"round trips, {size_bytes // KIB} KiB, {_count(n_threads, 'thread')}", 0.3, run)
+
+
+def contention_jobs(machine: Machine, kernel: Kernel) -> Iterator[Job]:
+    for n_threads in machine.threads:
+        yield _contention_job(machine, kernel, n_threads)
+
+
+def _contention_job(machine: Machine, kernel: Kernel, n_threads: int) -> Job:
+    def run(worker: Worker) -> tuple[Timing, str]:
+        rates = worker.call(
+            bench.contention, machine.device, kernel, n_threads, machine.cpu_cold_bytes, CONTENTION_COPY_BYTES,
+            CONTENTION_PHASE_SECONDS,
+        )  # fmt: skip
+        return rates, ""
+
+    return Job(f"CPU and link together, {_count(n_threads, 'thread')}", 2.0, run)
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -1,0 +1,96 @@
+"""What a profile says, as a table by tensor role."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from planner.measurements import Profile, WeightUse
+from planner.units import MIB, format_size
+
+
+@dataclass(frozen=True)
+class RoleTotals:
+    """All weights of one role together: a layer's `ffn_up`, say, over all layers. Seconds per token or batch."""
+
+    role: str
+    n_weights: int
+    size_bytes: int
+    decode_cpu_seconds: float
+    decode_gpu_seconds: float | None  # None without a GPU, as for prefill
+    prefill_cpu_seconds: float
+    prefill_gpu_seconds: float | None
+
+    @property
+    def gain_seconds_per_mib(self) -> float | None:
+        """Time of one token saved by each MiB of this role in VRAM."""
+        if self.decode_gpu_seconds is None:
+            return None
+        return (self.decode_cpu_seconds - self.decode_gpu_seconds) / (self.size_bytes / MIB)
+
+
+def best_thread_count(profile: Profile) -> int:
+    """Return the measured thread count with which the CPU computes one token of the whole model fastest."""
+    weights = _products(profile)
+    return min(
+        profile.thread_counts, key=lambda n: sum(profile.kernel_seconds(weight, "cpu", 1, n) for weight in weights)
+    )
+
+
+def totals_by_role(profile: Profile, n_threads: int) -> list[RoleTotals]:
+    """Return one row per role of the weights that are multiplied with, the largest first."""
+    roles: dict[str, list[WeightUse]] = {}
+    for weight in _products(profile):
+        roles.setdefault(_role(weight), []).append(weight)
+    has_gpu = any(timing.device == "gpu" for timing in profile.kernels)
+
+    def total(weights: list[WeightUse], device: str, n_tokens: int) -> float:
+        threads = n_threads if device == "cpu" else 0
+        return sum(profile.kernel_seconds(weight, device, n_tokens, threads) for weight in weights)
+
+    rows = [
+        RoleTotals(
+            role=role,
+            n_weights=len(weights),
+            size_bytes=sum(weight.size_bytes for weight in weights),
+            decode_cpu_seconds=total(weights, "cpu", 1),
+            decode_gpu_seconds=total(weights, "gpu", 1) if has_gpu else None,
+            prefill_cpu_seconds=total(weights, "cpu", profile.n_ubatch),
+            prefill_gpu_seconds=total(weights, "gpu", profile.n_ubatch) if has_gpu else None,
+        )
+        for role, weights in roles.items()
+    ]
+    return sorted(rows, key=lambda row: row.size_bytes, reverse=True)
+
+
+def role_table(profile: Profile) -> Table:
+    n_threads = best_thread_count(profile)
+    gpu = "simulated GPU" if profile.is_simulated else "GPU"
+    table = Table(title=f"{profile.model.name}: CPU with {n_threads} threads, {gpu}", title_justify="left")
+    table.add_column("weights")
+    for heading in ("count", "size", "1 token", "", "gain", f"{profile.n_ubatch} tokens", ""):
+        table.add_column(heading, justify="right")
+    table.add_row("", "", "", "CPU ms", "GPU ms", "us/MiB", "CPU ms", "GPU ms", style="dim")
+    for row in totals_by_role(profile, n_threads):
+        table.add_row(
+            row.role, str(row.n_weights), format_size(row.size_bytes),
+            _milliseconds(row.decode_cpu_seconds), _milliseconds(row.decode_gpu_seconds),
+            "-" if row.gain_seconds_per_mib is None else f"{row.gain_seconds_per_mib * 1e6:.1f}",
+            _milliseconds(row.prefill_cpu_seconds), _milliseconds(row.prefill_gpu_seconds),
+        )  # fmt: skip
+    return table
+
+
+def _products(profile: Profile) -> list[WeightUse]:
+    return [weight for weight in profile.weights if weight.op in ("MUL_MAT", "MUL_MAT_ID")]
+
+
+def _role(weight: WeightUse) -> str:
+    """Return the name without its layer's number, for the eye only."""
+    return re.sub(r"^blk\.\d+\.|\.weight$", "", weight.name)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f}"

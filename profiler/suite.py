@@ -1,0 +1,137 @@
+"""Profile one model on this machine, from the header to the finished record."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.errors import AtsplanError
+from planner.gguf_model import GgufModel, model_info, read_gguf
+from planner.measurements import (
+    Contention,
+    CrossingTiming,
+    GlueTiming,
+    KernelTiming,
+    LinkTiming,
+    MemoryCase,
+    Profile,
+)
+from runtime.inspect_model import Inspection, inspect_model
+
+from . import bench, jobs
+from .detect import detect_hardware, detect_software, machine_state
+from .jobs import Job, Machine, Timing
+from .measure import relative_mad
+from .worker import Worker
+
+MEMORY_CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+KV_TYPES = ("f16", "q8_0")
+BUSY_LOAD_FRACTION = 0.5  # of the cores; above it, other programs disturb the measurements
+
+OnProgress = Callable[[float, str], None]  # the done fraction, and what comes next
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`device` is "cuda0", ..., "sim", or "none" for the CPU alone."""
+
+    device: str
+    threads: tuple[int, ...]
+    n_context: int
+    n_ubatch: int
+
+
+def profile_model(path: str | os.PathLike[str], settings: Settings, on_progress: OnProgress) -> Profile:
+    """Measure the model at `path`. Takes seconds to minutes, and memory for a few copies of one weight.
+
+    Raises InvalidFileError for a model that llama.cpp cannot use, DeviceError for a device that fails.
+    """
+    on_progress(0.0, "the model's graph")
+    model = read_gguf(path)
+    info = model_info(model)
+    hardware = detect_hardware(settings.device)
+    state = machine_state(settings.device)
+    # The native helper always has a device, though not always one to measure.
+    device = "sim" if settings.device == "none" else settings.device
+    inspection, memory, notes = _inspect(model.paths[0], device, settings, info.n_context_train)
+    machine = Machine(
+        device=device,
+        gpu="" if settings.device == "none" else device,
+        threads=settings.threads,
+        cpu_cold_bytes=min(
+            2 * hardware.cpu.last_level_cache_bytes, hardware.cpu.memory_bytes // 8, jobs.MAX_CPU_COLD_BYTES
+        ),
+    )
+    with Worker(device) as worker:
+        timings, remarks = _run(list(_jobs(model, inspection, machine, settings)), worker, on_progress)
+        overhead_bytes = 0
+        if settings.device not in ("none", "sim"):
+            free_bytes = worker.call(bench.free_bytes_after_release, device)
+            overhead_bytes = max(0, state.gpu_memory_free_bytes - free_bytes)
+    if state.load_average > BUSY_LOAD_FRACTION * hardware.cpu.physical_cores:
+        notes.append(f"other programs kept the CPU busy at the start (load average {state.load_average:.1f})")
+    on_progress(1.0, "done")
+    return Profile(
+        model=info,
+        hardware=hardware,
+        software=detect_software(),
+        state=state,
+        n_context=settings.n_context,
+        n_ubatch=settings.n_ubatch,
+        is_simulated=settings.device == "sim",
+        weights=inspection.weights_decode,
+        kernels=tuple(timing for timing in timings if isinstance(timing, KernelTiming)),
+        glue=tuple(timing for timing in timings if isinstance(timing, GlueTiming)),
+        link=tuple(timing for timing in timings if isinstance(timing, LinkTiming)),
+        crossings=tuple(timing for timing in timings if isinstance(timing, CrossingTiming)),
+        contention=tuple(timing for timing in timings if isinstance(timing, Contention)),
+        memory=memory,
+        device_overhead_bytes=overhead_bytes,
+        notes=(*notes, *remarks),
+    )
+
+
+def _inspect(
+    path: Path, device: str, settings: Settings, n_context_train: int
+) -> tuple[Inspection, tuple[MemoryCase, ...], list[str]]:
+    """Return the graph, the memory cases for a grid of contexts and KV types, and notes on types that do not work."""
+    contexts = sorted({settings.n_context, *(n for n in MEMORY_CONTEXTS if n <= n_context_train)})
+    first, *others = KV_TYPES
+    inspection = inspect_model(path, device, contexts, [settings.n_ubatch], first, first)
+    memory, notes = list(inspection.memory), []
+    for kv_type in others:
+        try:
+            memory += inspect_model(path, device, contexts, [settings.n_ubatch], kv_type, kv_type).memory
+        except AtsplanError as error:
+            notes.append(f"the KV cache cannot be {kv_type}: {error.message}")
+    return inspection, tuple(memory), notes
+
+
+def _jobs(model: GgufModel, inspection: Inspection, machine: Machine, settings: Settings) -> Iterator[Job]:
+    weights = inspection.weights_decode
+    kernels = jobs.distinct_kernels(model, weights)
+    yield from jobs.kernel_jobs(kernels, inspection, machine, settings.n_ubatch)
+    if machine.gpu:
+        activation_bytes = max(weight.input_bytes for weight in weights) * settings.n_ubatch
+        heaviest = max(kernels, key=lambda kernel: sum(w.size_bytes for w in weights if kernel.fits(w)))
+        yield from jobs.glue_jobs(model.paths[0], machine, settings.n_context, settings.n_ubatch)
+        yield from jobs.link_jobs(machine)
+        yield from jobs.crossing_jobs(machine, activation_bytes)
+        yield from jobs.contention_jobs(machine, heaviest)
+
+
+def _run(work: Sequence[Job], worker: Worker, on_progress: OnProgress) -> tuple[list[Timing], list[str]]:
+    total = sum(job.expected_seconds for job in work)
+    done = 0.0
+    timings, remarks = [], []
+    for job in work:
+        on_progress(done / total, job.label)
+        timing, remark = job.run(worker)
+        timings.append(timing)
+        remarks.append(remark)
+        if not isinstance(timing, Contention) and timing.seconds.is_noisy:
+            remarks.append(f"{job.label}: unsteady, MAD {relative_mad(timing.seconds):.0%} of the median")
+        done += job.expected_seconds
+    return timings, [remark for remark in remarks if remark]

@@ -1,0 +1,74 @@
+"""The table by role, computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from planner.measurements import KernelTiming, Profile, Series
+from planner.units import MIB
+from profiler.report import best_thread_count, role_table, totals_by_role
+from tests.unit.planner_profiles import TINY, synthetic_profile
+
+
+@pytest.fixture
+def profile() -> Profile:
+    return synthetic_profile(TINY)
+
+
+def with_seconds(profile: Profile, seconds: dict[tuple[str, int, int], float]) -> Profile:
+    """Give every kernel the same time per (device, tokens, threads)."""
+
+    def timed(timing: KernelTiming) -> KernelTiming:
+        key = (timing.device, timing.n_tokens, timing.n_threads)
+        return replace(timing, seconds=Series((seconds.get(key, 1.0),)))
+
+    return replace(profile, kernels=tuple(map(timed, profile.kernels)))
+
+
+def test_a_role_adds_up_its_weights(profile: Profile) -> None:
+    profile = with_seconds(
+        profile, {("cpu", 1, 4): 5e-3, ("gpu", 1, 0): 1e-3, ("cpu", 512, 4): 0.5, ("gpu", 512, 0): 0.1}
+    )
+    rows = {row.role: row for row in totals_by_role(profile, 4)}
+    up = rows["ffn_up"]
+    assert up.n_weights == TINY.n_layers == 2
+    assert up.size_bytes == 2 * 2048 * 4096 * 144 // 256
+    assert up.decode_cpu_seconds == pytest.approx(10e-3)
+    assert up.decode_gpu_seconds == pytest.approx(2e-3)
+    assert up.prefill_cpu_seconds == pytest.approx(1.0)
+    assert up.prefill_gpu_seconds == pytest.approx(0.2)
+    assert up.gain_seconds_per_mib == pytest.approx(8e-3 / (up.size_bytes / MIB))
+    assert "attn_norm" not in rows
+    assert "output" in rows
+    sizes = [row.size_bytes for row in totals_by_role(profile, 4)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_without_a_gpu_there_is_no_gain(profile: Profile) -> None:
+    alone = replace(profile, kernels=tuple(timing for timing in profile.kernels if timing.device == "cpu"))
+    for row in totals_by_role(alone, 8):
+        assert row.decode_gpu_seconds is row.prefill_gpu_seconds is row.gain_seconds_per_mib is None
+    text = rendered(alone)
+    assert "ffn_down" in text
+
+
+def test_the_fastest_thread_count_is_shown(profile: Profile) -> None:
+    assert best_thread_count(profile) == 16
+    assert best_thread_count(with_seconds(profile, {("cpu", 1, 8): 1e-3})) == 8
+
+
+def test_the_table_says_what_it_measured(profile: Profile) -> None:
+    text = rendered(profile)
+    assert "Tiny: CPU with 16 threads, GPU" in text
+    assert "512 tokens" in text
+    assert "simulated GPU" in rendered(replace(profile, is_simulated=True))
+
+
+def rendered(profile: Profile) -> str:
+    console = Console(width=120, record=True, file=None)
+    with console.capture() as capture:
+        console.print(role_table(profile))
+    return capture.get()
