@@ -28,7 +28,8 @@ class _Statistics(ctypes.Structure):
         for name in (
             "n_graphs", "n_compiles", "total_ns", "cpu_ns", "wait_gpu_ns", "launch_ns", "copy_issue_ns",
             "streamed_bytes", "activation_bytes", "n_cpu_steps", "n_gpu_steps", "n_streamed", "n_slot_stalls",
-            "link_busy_ns", "ring_bytes", "pinned_bytes",
+            "link_busy_ns", "ring_bytes", "pinned_bytes", "n_experts_resident", "n_experts_streamed", "n_experts_cpu",
+            "expert_bytes", "unpinned_bytes",
         )
     ]  # fmt: skip
 
@@ -144,6 +145,11 @@ class Statistics:
     link_busy_ns: int
     ring_bytes: int
     pinned_bytes: int
+    n_experts_resident: int
+    n_experts_streamed: int
+    n_experts_cpu: int
+    expert_bytes: int
+    unpinned_bytes: int
 
 
 @dataclass(frozen=True)

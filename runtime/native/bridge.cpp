@@ -1,10 +1,12 @@
 #include "bridge.h"
 
+#include <string.h>
+
 namespace {
 
 class CopyBridge final : public ActivationBridge {
   public:
-    explicit CopyBridge(ggml_backend_t compute) : compute_(compute) {}
+    CopyBridge(ggml_backend_t compute, ggml_backend_t experts) : compute_(compute), experts_(experts) {}
 
     bool publish(const std::vector<Crossing> & crossings, uint32_t) override {
         for (const Crossing & crossing : crossings) {
@@ -29,18 +31,48 @@ class CopyBridge final : public ActivationBridge {
 
     bool can_fetch_early() const override { return false; }
 
+    bool can_copy_within_gpu() const override { return false; }
+
+    bool copy_for_experts(const std::vector<HostCopy> & copies) override {
+        for (const HostCopy & copy : copies) {
+            ggml_backend_tensor_set_async(experts_, copy.target, copy.source, copy.offset, copy.bytes);
+        }
+        return true;
+    }
+
+    bool signal_experts(uint32_t) override { return true; }
+
+    bool join_experts(const ExpertJoin & join, uint32_t) override {
+        const size_t bytes = join.result->nb[1];
+        joined_.resize(bytes * static_cast<size_t>(join.result->ne[1]));
+        for (int64_t i = 0; i < join.result->ne[1]; i++) {
+            const int32_t source = join.columns->sources[i];
+            char *        target = joined_.data() + static_cast<size_t>(i) * bytes;
+            if (source >= 0) {
+                ggml_backend_tensor_get_async(experts_, join.gpu_columns, target, static_cast<size_t>(source) * bytes, bytes);
+            } else {
+                memcpy(target, static_cast<const char *>(join.cpu_columns) + static_cast<size_t>(~source) * bytes, bytes);
+            }
+        }
+        ggml_backend_synchronize(experts_);
+        ggml_backend_tensor_set_async(compute_, join.result, joined_.data(), 0, joined_.size());
+        ggml_backend_synchronize(compute_);
+        return true;
+    }
+
   private:
-    ggml_backend_t compute_;
+    ggml_backend_t    compute_, experts_;
+    std::vector<char> joined_;
 };
 
 } // namespace
 
-std::unique_ptr<ActivationBridge> make_copy_bridge(ggml_backend_t compute) {
-    return std::make_unique<CopyBridge>(compute);
+std::unique_ptr<ActivationBridge> make_copy_bridge(ggml_backend_t compute, ggml_backend_t experts) {
+    return std::make_unique<CopyBridge>(compute, experts);
 }
 
 #ifndef ATS_CUDA
-std::unique_ptr<ActivationBridge> make_zero_copy_bridge(ggml_backend_t) {
+std::unique_ptr<ActivationBridge> make_zero_copy_bridge(ggml_backend_t, ggml_backend_t) {
     return nullptr;
 }
 #endif

@@ -9,8 +9,30 @@
 
 struct Crossing {
     ggml_tensor * tensor; // in VRAM
-    void *        host;   // its place in pinned memory
+    void *        host;   // its place in pinned memory; for publish(), if can_copy_within_gpu(), anywhere in VRAM too
     size_t        bytes;
+};
+
+struct HostCopy { // from pinned memory to VRAM
+    ggml_tensor * target;
+    size_t        offset;
+    const void *  source;
+    size_t        bytes;
+};
+
+constexpr int max_expert_columns = 32;
+
+// Which lane made which column of an expert block's result; in pinned memory, written before mark_computed().
+struct ExpertColumns {
+    int32_t uses_gpu;                    // wait for signal_experts() too
+    int32_t sources[max_expert_columns]; // column of the GPU's results, or ~column of the CPU's
+};
+
+struct ExpertJoin {
+    ggml_tensor *         result; // (n_out, n_columns) on the compute backend
+    ggml_tensor *         gpu_columns;
+    const void *          cpu_columns;
+    const ExpertColumns * columns;
 };
 
 // Rounds are numbered by the caller, counting up. All calls come from one thread.
@@ -27,11 +49,19 @@ class ActivationBridge {
     // Enqueue on the GPU: copy results to VRAM. If can_fetch_early(), this may come before mark_computed().
     virtual bool fetch(const std::vector<Crossing> & crossings, uint32_t round) = 0;
     virtual bool can_fetch_early() const = 0;
+    virtual bool can_copy_within_gpu() const = 0;
+
+    // Experts run on a backend instance of their own, beside whatever the compute backend does.
+    // Enqueue there: copies, and later the signal that everything before it is done.
+    virtual bool copy_for_experts(const std::vector<HostCopy> & copies) = 0;
+    virtual bool signal_experts(uint32_t round) = 0;
+    // Enqueue on the compute backend: assemble the result of `round` from both lanes' columns. As early as fetch().
+    virtual bool join_experts(const ExpertJoin & join, uint32_t round) = 0;
 };
 
 // Through ggml's own asynchronous copies; works for every backend.
-std::unique_ptr<ActivationBridge> make_copy_bridge(ggml_backend_t compute);
+std::unique_ptr<ActivationBridge> make_copy_bridge(ggml_backend_t compute, ggml_backend_t experts);
 
 // GPU kernels that read and write pinned host memory directly, so that activations do not queue behind weights on the
 // copy engine. Null if the backend is not CUDA, or the helper was built without it, or its stream cannot be found.
-std::unique_ptr<ActivationBridge> make_zero_copy_bridge(ggml_backend_t compute);
+std::unique_ptr<ActivationBridge> make_zero_copy_bridge(ggml_backend_t compute, ggml_backend_t experts);

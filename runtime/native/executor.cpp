@@ -54,14 +54,16 @@ std::unique_ptr<Executor> Executor::create() {
     std::unique_ptr<Executor> executor(new Executor());
     executor->compute_.reset(ggml_backend_dev_init(ats_inner_device(), nullptr));
     executor->transfer_.reset(ggml_backend_dev_init(ats_inner_device(), nullptr));
+    executor->experts_.reset(ggml_backend_dev_init(ats_inner_device(), nullptr));
     executor->cpu_.reset(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
-    if (!executor->compute_ || !executor->transfer_ || !executor->cpu_) {
+    if (!executor->compute_ || !executor->transfer_ || !executor->experts_ || !executor->cpu_) {
         ats_fail("cannot start %s", ggml_backend_dev_name(ats_inner_device()));
         return nullptr;
     }
     executor->ring_             = std::make_unique<WeightRing>(executor->compute_.get(), executor->transfer_.get());
-    executor->copy_bridge_      = make_copy_bridge(executor->compute_.get());
-    executor->zero_copy_bridge_ = make_zero_copy_bridge(executor->compute_.get());
+    executor->copy_bridge_      = make_copy_bridge(executor->compute_.get(), executor->experts_.get());
+    executor->zero_copy_bridge_ = make_zero_copy_bridge(executor->compute_.get(), executor->experts_.get());
+    executor->expert_lane_      = std::make_unique<ExpertLane>(executor->experts_.get(), executor->cpu_.get());
     executor->settings_         = current_settings();
     std::lock_guard<std::mutex> lock(registry_mutex);
     executors.push_back(executor.get());
@@ -73,11 +75,10 @@ Executor::~Executor() {
         std::lock_guard<std::mutex> lock(registry_mutex);
         executors.erase(std::remove(executors.begin(), executors.end(), this), executors.end());
     }
-    if (transfer_) {
-        ggml_backend_synchronize(transfer_.get());
-    }
-    if (compute_) {
-        ggml_backend_synchronize(compute_.get());
+    for (const ggml_backend_ptr * backend : {&transfer_, &experts_, &compute_}) {
+        if (*backend) {
+            ggml_backend_synchronize(backend->get());
+        }
     }
 }
 
@@ -90,6 +91,7 @@ void Executor::set_n_threads(int n_threads) {
         ggml_backend_cpu_set_n_threads(cpu_.get(), n_threads);
         if (ats_inner_device() == sim_device()) {
             sim_set_n_threads(compute_.get(), n_threads);
+            sim_set_n_threads(experts_.get(), n_threads);
         }
         n_threads_ = n_threads;
     }
@@ -102,6 +104,7 @@ void Executor::set_abort_callback(ggml_abort_callback callback, void * data) {
 void Executor::release_memory() {
     programs_.clear();
     ring_->free_memory();
+    expert_lane_->free_memory();
 }
 
 bool Executor::grow_arena(size_t bytes) {
@@ -194,6 +197,7 @@ Executor::CompiledProgram * Executor::find_or_compile(ggml_cgraph * graph) {
         settings_ = wanted;
         programs_.clear();
     }
+    bridge_ = settings_->zero_copy != 0 && zero_copy_bridge_ ? zero_copy_bridge_.get() : copy_bridge_.get();
     for (size_t i = 0; i < programs_.size(); i++) {
         CompiledProgram & known = *programs_[i];
         if (graph->uid != 0 && known.uid == graph->uid && known.template_graph.n_nodes == graph->n_nodes &&
@@ -221,26 +225,8 @@ Executor::CompiledProgram * Executor::find_or_compile(ggml_cgraph * graph) {
     compiled->template_graph = ggml_graph_view(graph, 0, graph->n_nodes);
     compiled->program        = compile_program(graph, rules);
 
-    size_t needed = 0;
-    for (const CpuStep & step : compiled->program.cpu_steps) {
-        CompiledStep sized;
-        size_t       bytes = 0;
-        if (!compile_cpu_step(step, sized, bytes)) {
-            return nullptr;
-        }
-        needed = std::max(needed, bytes);
-    }
-    // Steps follow each other on both lanes, so they share one arena: a step's inputs are published only after the
-    // outputs of the step before it were fetched.
-    if (needed > 0 && !grow_arena(needed)) {
+    if (!compile_cpu_steps(*compiled)) {
         return nullptr;
-    }
-    for (const CpuStep & step : compiled->program.cpu_steps) {
-        size_t bytes = 0;
-        compiled->cpu_steps.emplace_back();
-        if (!compile_cpu_step(step, compiled->cpu_steps.back(), bytes)) {
-            return nullptr;
-        }
     }
     for (size_t i = 0; i < compiled->program.operations.size(); i++) {
         compiled->launch_uids.push_back(ggml_graph_next_uid());
@@ -252,10 +238,60 @@ Executor::CompiledProgram * Executor::find_or_compile(ggml_cgraph * graph) {
     return programs_.back().get();
 }
 
+bool Executor::compile_cpu_steps(CompiledProgram & compiled) {
+    const std::vector<CpuStep> & steps = compiled.program.cpu_steps;
+    std::vector<ExpertBlock>     blocks(steps.size()); // without nodes where the step is none
+    std::vector<ExpertBlock>     expert_blocks;
+    size_t                       needed = 0;
+    for (size_t i = 0; i < steps.size(); i++) {
+        if (ExpertLane::is_wanted(*settings_) && match_expert_block(steps[i], ats_is_host_weight, blocks[i])) {
+            expert_blocks.push_back(blocks[i]);
+            continue;
+        }
+        blocks[i] = {};
+        CompiledStep sized;
+        size_t       bytes = 0;
+        if (!compile_cpu_step(steps[i], sized, bytes)) {
+            return false;
+        }
+        needed = std::max(needed, bytes);
+    }
+    const int generation = expert_lane_->generation();
+    if (!expert_blocks.empty() && !expert_lane_->prepare(expert_blocks, *settings_)) {
+        return false;
+    }
+    if (generation != expert_lane_->generation()) {
+        programs_.clear();
+    }
+    // Steps follow each other on both lanes, so they share one arena: a step's inputs are published only after the
+    // outputs of the step before it were fetched.
+    if (needed > 0 && !grow_arena(needed)) {
+        return false;
+    }
+    for (size_t i = 0; i < steps.size(); i++) {
+        compiled.cpu_steps.emplace_back();
+        CompiledStep & step  = compiled.cpu_steps.back();
+        size_t         bytes = 0;
+        if (blocks[i].nodes.empty()) {
+            if (!compile_cpu_step(steps[i], step, bytes)) {
+                return false;
+            }
+        } else {
+            step.experts = std::make_unique<ExpertLane::Step>();
+            if (!expert_lane_->compile(blocks[i], *bridge_, *step.experts)) {
+                return false;
+            }
+            step.inputs = step.experts->inputs;
+        }
+    }
+    return true;
+}
+
 ggml_status Executor::compute(ggml_cgraph * graph) {
     round_              = {};
     ggml_status  status = GGML_STATUS_SUCCESS;
-    RingCounters before = ring_->counters();
+    const RingCounters   before         = ring_->counters();
+    const ExpertCounters experts_before = expert_lane_->counters();
     {
         Stopwatch         total(round_.total_ns, true);
         CompiledProgram * compiled = find_or_compile(graph);
@@ -263,12 +299,12 @@ ggml_status Executor::compute(ggml_cgraph * graph) {
             ats_fail("out of memory while preparing a graph of %d nodes", graph->n_nodes);
             return GGML_STATUS_ALLOC_FAILED;
         }
-        bridge_ = settings_->zero_copy != 0 && zero_copy_bridge_ ? zero_copy_bridge_.get() : copy_bridge_.get();
         status  = run(*compiled);
         round_base_ += static_cast<uint32_t>(compiled->program.cpu_steps.size());
         compiled->n_runs++;
     }
-    round_.streamed_bytes = ring_->counters().copied_bytes - before.copied_bytes;
+    const ExpertCounters & experts = expert_lane_->counters();
+    round_.streamed_bytes = ring_->counters().copied_bytes - before.copied_bytes + experts.bytes - experts_before.bytes;
     round_.n_streamed     = ring_->counters().n_copies - before.n_copies;
     round_.n_slot_stalls  = ring_->counters().n_stalls - before.n_stalls;
 
@@ -286,6 +322,11 @@ ggml_status Executor::compute(ggml_cgraph * graph) {
     totals.n_gpu_steps += round_.n_gpu_steps;
     totals.n_streamed += round_.n_streamed;
     totals.n_slot_stalls += round_.n_slot_stalls;
+    totals.n_experts_resident += experts.n_resident - experts_before.n_resident;
+    totals.n_experts_streamed += experts.n_streamed - experts_before.n_streamed;
+    totals.n_experts_cpu += experts.n_cpu - experts_before.n_cpu;
+    totals.expert_bytes   = expert_lane_->size_bytes();
+    totals.unpinned_bytes = ats_unpinned_bytes();
     totals.ring_bytes   = static_cast<int64_t>(ring_->size_bytes());
     totals.pinned_bytes = arena_ ? static_cast<int64_t>(ggml_backend_buffer_get_size(arena_.get())) : 0;
     return status;
@@ -339,6 +380,10 @@ ggml_status Executor::enqueue(CompiledProgram & compiled, size_t index) {
     Stopwatch            stopwatch(round_.launch_ns, timed);
     const CompiledStep & step = compiled.cpu_steps[operation.cpu_step];
     const bool           up   = operation.kind == OperationKind::fetch;
+    if (up && step.experts != nullptr) {
+        round_.activation_bytes += static_cast<int64_t>(ggml_nbytes(step.experts->join.result));
+        return bridge_->join_experts(step.experts->join, round_of(operation)) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
+    }
     for (const Crossing & crossing : up ? step.outputs : step.inputs) {
         round_.activation_bytes += static_cast<int64_t>(crossing.bytes);
     }
@@ -357,7 +402,9 @@ ggml_status Executor::compute_step(CompiledProgram & compiled, const Operation &
     }
     Stopwatch stopwatch(round_.cpu_ns, timed);
     round_.n_cpu_steps++;
-    const ggml_status status = ggml_backend_graph_compute(cpu_.get(), compiled.cpu_steps[operation.cpu_step].graph);
+    const CompiledStep & step   = compiled.cpu_steps[operation.cpu_step];
+    const ggml_status    status = step.experts != nullptr ? expert_lane_->run(*step.experts, *bridge_, round_of(operation), *settings_)
+                                                          : ggml_backend_graph_compute(cpu_.get(), step.graph);
     bridge_->mark_computed(round_of(operation)); // also after a failure: the GPU may be waiting
     return status;
 }
@@ -369,10 +416,11 @@ int ats_get_statistics(ats_statistics * out, bool reset) {
     std::lock_guard<std::mutex> lock(registry_mutex);
     *out = totals;
     if (reset) {
-        const int64_t ring_bytes = totals.ring_bytes, pinned_bytes = totals.pinned_bytes;
-        totals              = {};
-        totals.ring_bytes   = ring_bytes;
-        totals.pinned_bytes = pinned_bytes;
+        totals                = {};
+        totals.ring_bytes     = out->ring_bytes;
+        totals.pinned_bytes   = out->pinned_bytes;
+        totals.expert_bytes   = out->expert_bytes;
+        totals.unpinned_bytes = out->unpinned_bytes;
     }
     return 0;
 }

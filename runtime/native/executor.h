@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bridge.h"
+#include "expert_lane.h"
 #include "schedule.h"
 #include "settings.h"
 #include "weight_ring.h"
@@ -27,9 +28,10 @@ class Executor {
   private:
     // A CPU step with its activations in the arena: clones of the nodes, so that nothing is patched per token.
     struct CompiledStep {
-        ggml_context_ptr      context;
-        ggml_cgraph *         graph = nullptr;
-        std::vector<Crossing> inputs, outputs;
+        ggml_context_ptr                  context;
+        ggml_cgraph *                     graph = nullptr;
+        std::vector<Crossing>             inputs, outputs;
+        std::unique_ptr<ExpertLane::Step> experts; // instead of the graph and the outputs
     };
 
     struct CompiledProgram {
@@ -43,6 +45,7 @@ class Executor {
 
     Executor() = default;
     CompiledProgram * find_or_compile(ggml_cgraph * graph);
+    bool              compile_cpu_steps(CompiledProgram & compiled);
     bool              compile_cpu_step(const CpuStep & step, CompiledStep & result, size_t & bytes);
     bool              grow_arena(size_t bytes);
     ggml_status       run(CompiledProgram & compiled);
@@ -50,10 +53,11 @@ class Executor {
     ggml_status       compute_step(CompiledProgram & compiled, const Operation & operation);
     uint32_t          round_of(const Operation & operation) const { return round_base_ + static_cast<uint32_t>(operation.cpu_step) + 1; }
 
-    ggml_backend_ptr                              compute_, transfer_, cpu_;
+    ggml_backend_ptr                              compute_, transfer_, experts_, cpu_;
     std::unique_ptr<WeightRing>                   ring_;
     std::unique_ptr<ActivationBridge>             copy_bridge_, zero_copy_bridge_;
     ActivationBridge *                            bridge_ = nullptr;
+    std::unique_ptr<ExpertLane>                   expert_lane_;
     std::unique_ptr<ggml_threadpool, void (*)(ggml_threadpool *)> threadpool_{nullptr, ggml_threadpool_free};
     int                                           n_threads_ = 0;
     ggml_backend_buffer_ptr                       arena_; // pinned host memory for the activations of one CPU step

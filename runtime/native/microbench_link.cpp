@@ -86,13 +86,13 @@ class TransferBench {
 class CrossingBench {
   public:
     CrossingBench(int n_threads, int64_t activation_bytes)
-        : gpu(gpu_backend()), cpu(cpu_backend(n_threads)), bridge(make_zero_copy_bridge(gpu)) {
+        : gpu(gpu_backend()), cpu(cpu_backend(n_threads)), bridge(make_zero_copy_bridge(gpu, copy_backend())) {
         const int64_t n = activation_bytes / (int64_t) sizeof(float);
         if (n < 1 || n > (INT64_C(1) << 32)) {
             fail("%lld bytes are no activation", (long long) activation_bytes);
         }
         if (!bridge) {
-            bridge = make_copy_bridge(gpu);
+            bridge = make_copy_bridge(gpu, copy_backend());
         }
         gpu_tensors           = new_context(3, 3);
         ggml_tensor * arrived = ggml_new_tensor_1d(gpu_tensors.get(), GGML_TYPE_F32, n);

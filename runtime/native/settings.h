@@ -22,6 +22,12 @@ struct Settings {
     int64_t early_launch       = 1;
     int64_t statistics         = 1;
 
+    // Expert by expert decoding, for expert blocks whose weights are all of class ATS_CPU. Off unless both times are set.
+    int64_t expert_cache_bytes    = 0; // VRAM for hot experts
+    int64_t expert_cpu_ns         = 0; // one expert computed on the CPU
+    int64_t expert_link_ns        = 0; // one expert copied to VRAM
+    int64_t expert_link_latency_ns = 0; // from the decision to the first byte
+
     WeightClasses classes_of(const char * name) const {
         const auto found = classes.find(name);
         return found == classes.end() ? WeightClasses() : found->second;

@@ -54,16 +54,83 @@ __global__ void publish_kernel(Segments segments, unsigned * arrived, volatile u
     }
 }
 
+__device__ void wait_for(const volatile unsigned * flag, unsigned round) {
+    while (static_cast<int>(*flag - round) < 0) {
+        __nanosleep(100);
+    }
+}
+
 __global__ void fetch_kernel(Segments segments, const volatile unsigned * computed, unsigned round) {
     if (threadIdx.x == 0) {
-        while (static_cast<int>(*computed - round) < 0) {
-            __nanosleep(100);
-        }
+        wait_for(computed, round);
         __threadfence_system();
     }
     __syncthreads();
     for (int i = 0; i < segments.count; i++) {
         copy_segment(segments.target[i], segments.source[i], segments.bytes[i]);
+    }
+}
+
+// Weights of several experts at once: the SMs read pinned memory themselves, without a copy engine's start per piece.
+constexpr int    max_weight_copies = 3 * max_expert_columns + 2;
+constexpr int    copy_blocks       = 64;
+constexpr size_t copy_chunk        = 16 * 1024;
+
+struct WeightCopies {
+    const void * source[max_weight_copies];
+    void *       target[max_weight_copies];
+    unsigned     bytes[max_weight_copies];
+    int          count;
+};
+
+__global__ void copy_weights_kernel(const __grid_constant__ WeightCopies copies) {
+    unsigned chunk = 0;
+    for (int i = 0; i < copies.count; i++) {
+        const unsigned n_chunks = (copies.bytes[i] + copy_chunk - 1) / copy_chunk;
+        const unsigned first    = (blockIdx.x + gridDim.x - chunk % gridDim.x) % gridDim.x; // this block's first chunk here
+        for (unsigned c = first; c < n_chunks; c += gridDim.x) {
+            const size_t begin = c * copy_chunk;
+            const size_t bytes = min(copy_chunk, copies.bytes[i] - begin);
+            const char * from  = static_cast<const char *>(copies.source[i]) + begin;
+            char *       to    = static_cast<char *>(copies.target[i]) + begin;
+            const bool   wide  = (reinterpret_cast<size_t>(from) | reinterpret_cast<size_t>(to)) % sizeof(float4) == 0;
+            const size_t n     = wide ? bytes / sizeof(float4) : 0;
+            for (size_t k = threadIdx.x; k < n; k += blockDim.x) {
+                reinterpret_cast<float4 *>(to)[k] = reinterpret_cast<const float4 *>(from)[k];
+            }
+            for (size_t k = n * sizeof(float4) + threadIdx.x; k < bytes; k += blockDim.x) {
+                to[k] = from[k];
+            }
+        }
+        chunk += n_chunks;
+    }
+}
+
+__global__ void signal_kernel(volatile unsigned * flag, unsigned round) {
+    __threadfence();
+    *flag = round;
+}
+
+// One block per column.
+__global__ void join_kernel(char * result, size_t bytes, const char * gpu_columns, const char * cpu_columns,
+                            const volatile ExpertColumns * columns, const volatile unsigned * computed,
+                            const volatile unsigned * experts_done, unsigned round) {
+    __shared__ int source;
+    if (threadIdx.x == 0) {
+        wait_for(computed, round);
+        __threadfence_system();
+        if (columns->uses_gpu) {
+            wait_for(experts_done, round);
+            __threadfence();
+        }
+        source = columns->sources[blockIdx.x];
+    }
+    __syncthreads();
+    const char *   from = source >= 0 ? gpu_columns + source * bytes : cpu_columns + ~source * bytes;
+    const float4 * wide = reinterpret_cast<const float4 *>(from);
+    float4 *       to   = reinterpret_cast<float4 *>(result + blockIdx.x * bytes);
+    for (size_t i = threadIdx.x; i < bytes / sizeof(float4); i += blockDim.x) {
+        to[i] = wide[i];
     }
 }
 
@@ -103,13 +170,14 @@ cudaStream_t find_stream(ggml_backend_t backend) {
 
 class ZeroCopyBridge final : public ActivationBridge {
   public:
-    static std::unique_ptr<ZeroCopyBridge> create(ggml_backend_t compute) {
+    static std::unique_ptr<ZeroCopyBridge> create(ggml_backend_t compute, ggml_backend_t experts) {
         auto bridge = std::unique_ptr<ZeroCopyBridge>(new ZeroCopyBridge());
-        bridge->stream_ = find_stream(compute);
-        const bool ok   = bridge->stream_ != nullptr &&
+        bridge->stream_         = find_stream(compute);
+        bridge->experts_stream_ = find_stream(experts);
+        const bool ok   = bridge->stream_ != nullptr && bridge->experts_stream_ != nullptr &&
                         cudaHostAlloc(reinterpret_cast<void **>(&bridge->flags_), 2 * flag_stride, cudaHostAllocDefault) == cudaSuccess &&
-                        cudaMalloc(reinterpret_cast<void **>(&bridge->arrived_), sizeof(unsigned)) == cudaSuccess &&
-                        cudaMemset(bridge->arrived_, 0, sizeof(unsigned)) == cudaSuccess;
+                        cudaMalloc(reinterpret_cast<void **>(&bridge->arrived_), 2 * flag_stride) == cudaSuccess &&
+                        cudaMemset(bridge->arrived_, 0, 2 * flag_stride) == cudaSuccess;
         if (!ok) {
             cudaGetLastError();
             return nullptr;
@@ -121,8 +189,10 @@ class ZeroCopyBridge final : public ActivationBridge {
     }
 
     ~ZeroCopyBridge() override {
-        if (stream_ != nullptr) {
-            cudaStreamSynchronize(stream_);
+        for (cudaStream_t stream : {stream_, experts_stream_}) {
+            if (stream != nullptr) {
+                cudaStreamSynchronize(stream);
+            }
         }
         cudaFree(arrived_);
         cudaFreeHost(flags_);
@@ -175,12 +245,42 @@ class ZeroCopyBridge final : public ActivationBridge {
 
     bool can_fetch_early() const override { return !launches_block_; }
 
+    bool can_copy_within_gpu() const override { return true; }
+
+    bool copy_for_experts(const std::vector<HostCopy> & copies) override {
+        for (size_t i = 0; i < copies.size();) {
+            WeightCopies weights = {};
+            for (; i < copies.size() && weights.count < max_weight_copies; i++) {
+                const int n        = weights.count++;
+                weights.source[n] = copies[i].source;
+                weights.target[n] = static_cast<char *>(copies[i].target->data) + copies[i].offset;
+                weights.bytes[n]  = static_cast<unsigned>(copies[i].bytes);
+            }
+            copy_weights_kernel<<<copy_blocks, threads_per_block, 0, experts_stream_>>>(weights);
+        }
+        return cudaPeekAtLastError() == cudaSuccess;
+    }
+
+    bool signal_experts(uint32_t round) override {
+        signal_kernel<<<1, 1, 0, experts_stream_>>>(experts_done(), round);
+        return cudaPeekAtLastError() == cudaSuccess;
+    }
+
+    bool join_experts(const ExpertJoin & join, uint32_t round) override {
+        join_kernel<<<static_cast<unsigned>(join.result->ne[1]), threads_per_block, 0, stream_>>>(
+            static_cast<char *>(join.result->data), join.result->nb[1], static_cast<const char *>(join.gpu_columns->data),
+            static_cast<const char *>(join.cpu_columns), join.columns, computed(), experts_done(), round);
+        return cudaPeekAtLastError() == cudaSuccess;
+    }
+
   private:
     static constexpr size_t flag_stride = 256; // bytes: flags of the two directions in cache lines of their own
 
     volatile unsigned * published() { return flags_; }
 
     volatile unsigned * scratch() { return flags_ + 1; }
+
+    volatile unsigned * experts_done() { return arrived_ + flag_stride / sizeof(unsigned); }
 
     volatile unsigned * computed() { return flags_ + flag_stride / sizeof(unsigned); }
 
@@ -205,16 +305,17 @@ class ZeroCopyBridge final : public ActivationBridge {
     }
 
     cudaStream_t stream_         = nullptr;
-    unsigned *   flags_          = nullptr;
-    unsigned *   arrived_        = nullptr;
+    cudaStream_t experts_stream_ = nullptr;
+    unsigned *   flags_          = nullptr; // in pinned memory
+    unsigned *   arrived_        = nullptr; // in VRAM
     bool         launches_block_ = false;
 };
 
 } // namespace
 
-std::unique_ptr<ActivationBridge> make_zero_copy_bridge(ggml_backend_t compute) {
+std::unique_ptr<ActivationBridge> make_zero_copy_bridge(ggml_backend_t compute, ggml_backend_t experts) {
     if (strncmp(ggml_backend_name(compute), "CUDA", 4) != 0) {
         return nullptr;
     }
-    return ZeroCopyBridge::create(compute);
+    return ZeroCopyBridge::create(compute, experts);
 }
