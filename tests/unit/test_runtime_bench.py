@@ -1,0 +1,120 @@
+"""Fitting llama.cpp's settings, choosing its best, and the table; measuring itself is tested on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from planner.errors import AtsplanError
+from planner.hardware import Software
+from planner.measurements import Series
+from planner.plan import Plan
+from planner.records import from_json, to_json
+from runtime import bench
+from runtime.bench_worker import DepthTimes, Measured, Task
+from runtime.commands import parse_depths
+from runtime.plain_settings import Candidate, Search, largest
+from runtime.session import LoadSettings
+from tests.native.engine_plans import HARDWARE, plan_for
+
+SETTINGS = LoadSettings(1024, 128, 4)
+SOFTWARE = Software("1", "0.3.36", "", False)
+
+
+def measured(decode: float, prefill: float, peak_vram_bytes: int = 1 << 20) -> Measured:
+    times = DepthTimes(0, Series((prefill,)), Series((prefill,)), Series((decode,)))
+    return Measured((times,), 1.0, peak_vram_bytes, None, None, 1)
+
+
+@pytest.fixture
+def plan(smollm2: Path) -> Plan:
+    plan = plan_for(smollm2, [], n_context=1024)
+    prediction = replace(plan.prediction, decode_seconds_per_token=0.019)
+    return replace(plan, prediction=prediction, vram=replace(plan.vram, overhead_bytes=1 << 20))
+
+
+@given(st.integers(0, 200), st.integers(-1, 200))
+def test_largest_that_fits(limit: int, threshold: int) -> None:
+    asked: list[int] = []
+
+    def fits(n: int) -> bool:
+        asked.append(n)
+        return n <= threshold
+
+    assert largest(limit, fits) == (None if threshold < 0 else min(limit, threshold))
+    assert len(asked) <= 10
+
+
+@pytest.mark.parametrize(("text", "expected"), [("0", (0,)), ("0,4096", (0, 4096)), ("5,5", (5,))])
+def test_depths(text: str, expected: tuple[int, ...]) -> None:
+    assert parse_depths(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,", "-1", "1 2", "9" * 30])
+def test_bad_depths(text: str) -> None:
+    with pytest.raises(AtsplanError, match="is not a list of depths"):
+        parse_depths(text)
+
+
+def test_contenders_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    tasks: list[Task] = []
+    searches: list[Search] = []
+    speeds = {"slow": (0.9, 0.9), "decodes": (0.1, 0.9), "prefills": (0.9, 0.1)}
+    settings = {name: replace(SETTINGS, n_gpu_layers=index) for index, name in enumerate(speeds)}
+
+    def measure(task: Task) -> Measured:
+        tasks.append(task)
+        if task.plan_path is not None:
+            return measured(0.02, 0.5, peak_vram_bytes=len(tasks))
+        if task.settings == replace(SETTINGS, n_gpu_layers=9):
+            raise AtsplanError("signal 4")
+        return measured(*next(speeds[name] for name in speeds if settings[name] == task.settings))
+
+    def find_candidates(search: Search) -> tuple[Candidate, ...]:
+        searches.append(search)
+        broken = Candidate("broken", replace(SETTINGS, n_gpu_layers=9))
+        return (broken, *(Candidate(name, settings[name]) for name in speeds))
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "find_candidates", find_candidates)
+    told: list[str] = []
+    result = bench.bench(
+        plan, Path("plan.json"), Path("model.gguf"), (HARDWARE, SOFTWARE),
+        n_prompt=512, n_generate=64, depths=(0,), n_repeat=5, against_plain=True, report=told.append,
+    )  # fmt: skip
+    names = {settings[name]: name for name in speeds} | {None: "plan"}
+    assert [(names.get(task.settings, "broken"), task.n_repeat, task.n_generate) for task in tasks] == [
+        ("plan", 3, 64),
+        ("broken", 1, 32), ("slow", 1, 32), ("decodes", 1, 32), ("prefills", 1, 32),
+        ("decodes", 5, 64), ("prefills", 5, 64), ("plan", 2, 64),
+    ]  # fmt: skip
+    assert [search.budget_bytes for search in searches] == [(1 << 30) - (1 << 20)]
+    assert "  signal 4" in told
+    assert result.measured.depths[0].decode_seconds.samples == (0.02, 0.02)
+    assert result.measured.peak_vram_bytes == len(tasks)
+    decode = bench.best_plain(result, 0, lambda depth: depth.decode_seconds)
+    prefill = bench.best_plain(result, 0, lambda depth: depth.prefill_seconds)
+    assert decode == ("decodes", Series((0.1,)))
+    assert prefill == ("prefills", Series((0.1,)))
+    assert from_json(to_json(result).encode(), bench.BenchResult, "result") == result
+
+    console = Console(width=200, record=True)
+    console.print(bench.table(result))
+    text = console.export_text()
+    (row,) = [line for line in text.splitlines() if "decode tokens/s" in line]
+    for figure in ("50.0 ± 0.0%", "10.0 ± 0.0%", "5.00", "52.6", "-5.0%"):
+        assert figure in row
+    assert "llama.cpp's best decode: decodes" in bench.remarks(result)
+
+
+def test_depths_beyond_the_context_are_refused(plan: Plan) -> None:
+    with pytest.raises(AtsplanError, match=r"1000 \+ 512 \+ 64 tokens exceed the plan's context of 1024"):
+        bench.bench(
+            plan, Path("plan.json"), Path("model.gguf"), (HARDWARE, SOFTWARE),
+            n_prompt=512, n_generate=64, depths=(0, 1000), n_repeat=1, against_plain=False, report=print,
+        )  # fmt: skip

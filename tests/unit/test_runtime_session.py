@@ -1,0 +1,49 @@
+"""Which of llama.cpp's many lines is the one to show, and Ctrl-C inside native calls."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from runtime.session import deferred_interrupt, last_problem
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (
+            ["llama_model_load: error loading model: unknown model architecture: 'foo'\n", "x: failed to load model\n"],
+            "unknown model architecture: 'foo'",
+        ),
+        (
+            ["alloc: cudaMalloc failed: out of memory", "llama: error loading model: unable to allocate CUDA0 buffer"],
+            "unable to allocate CUDA0 buffer",
+        ),
+        (
+            ["gguf_init: invalid magic characters: 'root', expected 'GGUF'", "a: failed to load model from /x"],
+            "invalid magic characters: 'root', expected 'GGUF'",
+        ),
+        (["/src/model.cpp:12: GGML_ASSERT(n > 0) failed", "noise"], "GGML_ASSERT(n > 0) failed"),
+        (["just a line", ""], "just a line"),
+        ([], ""),
+    ],
+)
+def test_last_problem(lines: list[str], expected: str) -> None:
+    assert last_problem(lines) == expected
+
+
+def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
+    reached = False
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt() as is_interrupted:
+        assert not is_interrupted()
+        signal.raise_signal(signal.SIGINT)
+        reached = is_interrupted()
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_is_not_hidden_by_an_interrupt() -> None:
+    with pytest.raises(ZeroDivisionError), deferred_interrupt():
+        signal.raise_signal(signal.SIGINT)
+        raise ZeroDivisionError

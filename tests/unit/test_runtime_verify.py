@@ -1,0 +1,67 @@
+"""A plan for another model, machine or software, or without the memory it needs, is refused with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner import cache
+from planner.errors import DeviceError, InvalidFileError, MismatchError
+from planner.hardware import Software
+from planner.plan import Placement, Plan
+from runtime.verify import check_memory, check_software, find_model, hardware_differences
+from tests.native.engine_plans import HARDWARE, plan_for
+
+SOFTWARE = Software("1", "0.3.36", "abc", False)
+
+
+@pytest.fixture
+def plan(smollm2: Path) -> Plan:
+    return plan_for(smollm2, [Placement("up", 3 << 20, "stream", "cpu"), Placement("down", 1 << 20, "gpu", "gpu")])
+
+
+def test_model_is_found_where_it_was_profiled(plan: Plan, smollm2: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidFileError, match=r"was not found\. Name it with --model"):
+        find_model(plan, tmp_path / "plan.json", None)
+    cache.remember_model_path(plan.model.fingerprint, smollm2)
+    assert find_model(plan, tmp_path / "plan.json", None) == smollm2
+    beside = tmp_path / smollm2.name
+    beside.symlink_to(smollm2)
+    assert find_model(plan, tmp_path / "plan.json", None) == beside
+    assert find_model(plan, tmp_path / "plan.json", smollm2) == smollm2
+
+
+def test_another_model_is_refused(plan: Plan, smollm2: Path, tmp_path: Path) -> None:
+    other = replace(plan, model=replace(plan.model, name="Other", fingerprint="0123456789abcdef"))
+    with pytest.raises(MismatchError, match=r"The plan is for Other .*0123456789abcdef.*is Smollm2"):
+        find_model(other, tmp_path / "plan.json", smollm2)
+
+
+def test_software(plan: Plan) -> None:
+    made = replace(plan, software=SOFTWARE)
+    check_software(made, replace(SOFTWARE, atsplan="2", cuda_build=True))
+    for changes in ({"llama_cpp_python": "0.3.37"}, {"llama_cpp_commit": "def"}):
+        with pytest.raises(MismatchError, match=r"made with llama-cpp-python 0\.3\.36 \(llama\.cpp abc\); this is"):
+            check_software(made, replace(SOFTWARE, **changes))
+
+
+def test_hardware(plan: Plan) -> None:
+    assert HARDWARE.gpu is not None
+    assert hardware_differences(plan, HARDWARE) == []
+    assert hardware_differences(plan, replace(HARDWARE, cpu=replace(HARDWARE.cpu, model="x", logical_cores=4))) == [
+        "cpu model: x, planned for test",
+        "cpu logical_cores: 4, planned for 2",
+    ]
+    assert "gpu name: None, planned for sim" in hardware_differences(plan, replace(HARDWARE, gpu=None))
+
+
+def test_memory(plan: Plan) -> None:
+    needy = replace(plan, vram=replace(plan.vram, weights_bytes=1 << 20, ring_bytes=1 << 20))
+    check_memory(needy, 2 << 20, 3 << 20)
+    check_memory(needy, None, 3 << 20)
+    with pytest.raises(DeviceError, match=r"needs 2\.0 MiB of VRAM, 0\.5 MiB more than is free"):
+        check_memory(needy, 3 << 19, 3 << 20)
+    with pytest.raises(DeviceError, match=r"keeps 3\.0 MiB of weights in host memory, 1\.0 MiB more"):
+        check_memory(needy, None, 2 << 20)
