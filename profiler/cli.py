@@ -37,7 +37,10 @@ def register(app: typer.Typer) -> None:
         threads: Annotated[
             str, typer.Option(help="Thread counts to measure, such as 4,8.", show_default="all cores and half of them")
         ] = "",
-        n_context: Annotated[int, typer.Option("--ctx", min=1, help="The context to measure at.")] = Workload.n_context,
+        n_context: Annotated[
+            int | None,
+            typer.Option("--ctx", min=1, help=f"The context to measure at; {Workload.n_context} or the model's."),
+        ] = None,
         n_ubatch: Annotated[
             int, typer.Option("--ubatch", min=1, help="The micro-batch of prompts.")
         ] = Workload.n_ubatch,
@@ -48,7 +51,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Measure every tensor of a model on this machine's CPU and GPU."""
         info = read_model_info(model)
-        n_context = min(n_context, info.n_context_train)
+        n_context = n_context or min(Workload.n_context, info.n_context_train)
         settings = Settings(resolve_device(device), parse_threads(threads), n_context, min(n_ubatch, n_context))
         measured = None if force else find_cached(info, settings)
         if measured is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from rich import box
 from rich.table import Table
 
 from planner.measurements import Profile, WeightUse
@@ -67,12 +68,21 @@ def totals_by_role(profile: Profile, n_threads: int) -> list[RoleTotals]:
 
 def role_table(profile: Profile) -> Table:
     n_threads = best_thread_count(profile)
+    threads = "1 thread" if n_threads == 1 else f"{n_threads} threads"
     gpu = "simulated GPU" if profile.is_simulated else "GPU"
-    table = Table(title=f"{profile.model.name}: CPU with {n_threads} threads, {gpu}", title_justify="left")
-    table.add_column("weights")
-    for heading in ("count", "size", "1 token", "", "gain", f"{profile.n_ubatch} tokens", ""):
+    title = f"{profile.model.name}: milliseconds on the CPU ({threads}) and the {gpu}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("weights", no_wrap=True)
+    for heading in (
+        "count",
+        "size",
+        "1 token\nCPU",
+        "\nGPU",
+        "gain\nus/MiB",
+        f"{profile.n_ubatch} tokens\nCPU",
+        "\nGPU",
+    ):
         table.add_column(heading, justify="right")
-    table.add_row("", "", "", "CPU ms", "GPU ms", "us/MiB", "CPU ms", "GPU ms", style="dim")
     for row in totals_by_role(profile, n_threads):
         table.add_row(
             row.role, str(row.n_weights), format_size(row.size_bytes),

@@ -62,7 +62,7 @@ def test_the_fastest_thread_count_is_shown(profile: Profile) -> None:
 
 def test_the_table_says_what_it_measured(profile: Profile) -> None:
     text = rendered(profile)
-    assert "Tiny: CPU with 16 threads, GPU" in text
+    assert "Tiny: milliseconds on the CPU (16 threads) and the GPU" in text
     assert "512 tokens" in text
     assert "simulated GPU" in rendered(replace(profile, is_simulated=True))
 
