@@ -18,12 +18,12 @@ from .plan import WeightClass
 from .problem import Costs, Graph, Unit
 from .timeline import Timeline, simulate
 
-_RING_SLOTS = (2, 3, 4, 6)  # ring sizes to try, in largest streamed units
+_RING_SLOTS = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # ring sizes to try, in largest streamed units
 _CROSSING_WEIGHTS = (0.1, 0.7)  # how much crossings count when residents are chosen: how many will share one is open
 _EAGERNESS = (0.95, 1.0, 1.05, 1.15)
 _RING_RESERVES = (0.5, 0.7, 0.85, 1.0)
 _N_SEARCHED = 2  # best candidates that are improved by small changes
-_N_COMPARED = 8  # best candidates that are compared including the prompt
+_N_RINGS = 3  # most promising ring sizes that are searched
 _SEARCHED_USES = 200_000  # simulated units per candidate; bounds the work the same way on every machine
 _PICOSECONDS = 1e12
 
@@ -162,12 +162,26 @@ def solve_joint(problem: DecodeProblem, weight: float, total_seconds: TotalSecon
     """
     if sum(unit.vram_bytes for unit in problem.units) <= problem.available_bytes:
         return [_candidate(problem, _classes(problem, set(range(len(problem.units))), ()), 0)]
-    rings = ring_sizes(problem)
-    plain = plain_hybrid(problem, rings[0] if rings else 0)
-    found = [candidate for ring in rings for candidate in _patterns(problem, weight, ring)]
+    rings = sorted(ring_sizes(problem), key=lambda ring: _first_guess(problem, weight, ring).seconds)
+    found = [candidate for ring in rings[:_N_RINGS] for candidate in _patterns(problem, weight, ring)]
     found.sort(key=lambda candidate: candidate.seconds)
     improved = [_improve(problem, candidate) for candidate in found[:_N_SEARCHED]]
-    return sorted([*improved, *found[_N_SEARCHED:_N_COMPARED], plain], key=total_seconds)
+    plain = plain_hybrid(problem, min(rings, default=0))
+    return sorted([*improved, *found[_N_SEARCHED:], plain], key=total_seconds)
+
+
+def estimate(problem: DecodeProblem) -> float:
+    """Return roughly the seconds per token of the best candidate, fast: enough to compare numbers of threads."""
+    _, weight = lower_bound(problem)
+    guesses = [_first_guess(problem, weight, ring).seconds for ring in ring_sizes(problem)]
+    return min([*guesses, plain_hybrid(problem, 0).seconds])
+
+
+def _first_guess(problem: DecodeProblem, weight: float, ring_bytes: int) -> Candidate:
+    counts = _resident_counts(problem, weight, _CROSSING_WEIGHTS[-1], ring_bytes)
+    residents = next(resident_patterns(problem.groups, counts))
+    streamed = take_turns(problem.graph, problem.costs, problem.unit_of, residents, ring_bytes, 1.0, _RING_RESERVES[1])
+    return _candidate(problem, _classes(problem, residents, streamed), ring_bytes)
 
 
 def ring_sizes(problem: DecodeProblem) -> list[int]:
@@ -181,7 +195,7 @@ def ring_sizes(problem: DecodeProblem) -> list[int]:
         if not any(problem.graph.is_terminal[use] for use in unit.uses)
     ] or list(problem.ring_bytes)
     for largest in sorted(set(sizes), reverse=True):
-        fitting = [slots * largest for slots in _RING_SLOTS if slots * largest <= problem.available_bytes]
+        fitting = [int(slots * largest) for slots in _RING_SLOTS if slots * largest <= problem.available_bytes]
         if fitting:
             return fitting
     return [size for size in sorted(set(sizes))[:1] if size <= problem.available_bytes]

@@ -107,6 +107,8 @@ def take_turns(
     ring; a streamed unit spends it. `eagerness` above 1 streams more.
     """
     link_total = sum(costs.link)
+    if not link_total:
+        return set()
     full = reserve * ring_bytes * link_total / sum(r for r, s in zip(graph.ring_bytes, costs.link, strict=True) if s)
     is_streamed: dict[int, bool] = {}
     lead = 0.0

@@ -1,0 +1,272 @@
+"""From a profile and a budget to a plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .crosscheck import check_placement
+from .errors import AtsplanError, InfeasibleError
+from .joint import Candidate, DecodeProblem, estimate, lower_bound, ring_sizes, solve_joint
+from .knapsack import solve_with_experts_last
+from .measurements import Profile, WeightUse
+from .memory import DEFAULT_MARGIN_BYTES, available_bytes, fixed_memory, granule_bytes, is_decided, vram_budget
+from .patterns import group_units
+from .plan import Placement, Plan, Prediction, SolverReport, WeightClass
+from .problem import build_graph, costs, find_units
+from .prompt import PromptProblem
+from .units import format_size
+from .workload import Workload
+
+Objective = Literal["joint", "paper"]
+
+_NANOSECONDS = 1e9
+_WORTH_STREAMING = 0.02  # a smaller gain is within the error of prediction: keep it as plain as llama.cpp
+_PROVEN = 1e-3  # relative distance from the bound that counts as optimal
+_MAX_HOST_SHARE = 0.9  # of RAM for pinned weights; the system needs the rest
+_MUCH_IDLE = 0.03  # of the budget
+
+
+@dataclass(frozen=True)
+class _Solution:
+    candidate: Candidate
+    prefill: list[WeightClass]  # per use
+    min_tokens: int
+    prompt_seconds: float
+
+
+def solve(
+    profile: Profile,
+    budget_bytes: int,
+    workload: Workload,
+    *,
+    objective: Objective = "joint",
+    check: bool = False,
+    margin_bytes: int = DEFAULT_MARGIN_BYTES,
+) -> Plan:
+    """Return the plan that takes the least time for the workload within `budget_bytes` of VRAM. Deterministic.
+
+    `objective="paper"` solves the static problem only: VRAM or CPU, streaming for prompts. `check` solves the static
+    problem a second time with CP-SAT. `n_threads = 0` chooses among the measured ones.
+    Raises InfeasibleError if the budget or host memory is too small, AtsplanError if the profile lacks something.
+    """
+    started = time.perf_counter()
+    notes = _check_inputs(profile, workload)
+    if profile.hardware.gpu is not None and 0 < profile.hardware.gpu.memory_bytes < budget_bytes:
+        budget_bytes = profile.hardware.gpu.memory_bytes
+        notes.append(f"The budget was cut to the card's {format_size(budget_bytes)}.")
+    fixed = fixed_memory(profile, workload, margin_bytes)
+    base = _decode_problem(profile, available_bytes(fixed, budget_bytes), profile.thread_counts[0])
+    n_threads = workload.n_threads or _best_thread_count(profile, base)
+    problem = replace(base, costs=costs(profile, base.graph, 1, n_threads))
+    prompt = PromptProblem(profile, problem.graph, problem.unit_of, n_threads)
+
+    if objective == "paper":
+        solution, value, bound = _solve_static(problem, prompt, workload)
+        is_optimal = True
+    else:
+        solution, bound, more = _solve_joint(problem, prompt, workload)
+        notes += more
+        value = solution.candidate.seconds
+        is_optimal = value <= bound * (1 + _PROVEN)
+    if check:
+        notes.append(_cross_check(problem))
+
+    candidate = solution.candidate
+    decode = problem.expand(candidate.classes)
+    ring_bytes = candidate.ring_bytes if "stream" in (*decode, *solution.prefill) else 0
+    vram = vram_budget(fixed, budget_bytes, problem.vram_bytes(candidate.classes), ring_bytes)
+    placements = _placements(profile.weights, decode, solution.prefill)
+    timeline = problem.simulate(candidate.classes, candidate.ring_bytes)
+    _check_host_memory(profile, placements)
+    if vram.idle_bytes > _MUCH_IDLE * budget_bytes:
+        everything = all(cls == "gpu" for cls in candidate.classes)
+        reason = "everything fits" if everything else "no further weight fits or pays"
+        notes.append(f"{format_size(vram.idle_bytes)} of the budget stay idle: {reason}.")
+    return Plan(
+        model=profile.model,
+        hardware=profile.hardware,
+        software=profile.software,
+        workload=replace(workload, n_threads=n_threads),
+        device="sim" if profile.is_simulated else "cuda0",
+        vram=vram,
+        prefill_min_tokens=solution.min_tokens,
+        placements=placements,
+        solver=SolverReport(
+            objective=objective,
+            status="optimal" if is_optimal else "feasible",
+            value_seconds=value,
+            bound_seconds=min(bound, value),
+            solve_seconds=time.perf_counter() - started,
+        ),
+        prediction=Prediction(
+            decode_seconds_per_token=timeline.seconds,
+            prefill_seconds=solution.prompt_seconds,
+            decode_link_bytes_per_token=_streamed_bytes(profile, decode),
+            prefill_link_bytes_per_ubatch=_streamed_bytes(profile, solution.prefill),
+            peak_vram_bytes=budget_bytes - vram.idle_bytes - vram.margin_bytes,
+            decode_cpu_busy_seconds=timeline.cpu_busy_seconds,
+            decode_gpu_busy_seconds=timeline.gpu_busy_seconds,
+            decode_link_busy_seconds=timeline.link_busy_seconds,
+        ),
+        is_simulated=profile.is_simulated,
+        notes=tuple(notes),
+    )
+
+
+def plan_classes(profile: Profile, plan: Plan, phase: Literal["decode", "prefill"]) -> list[WeightClass]:
+    """Return the plan's classes per use of a weight, as the simulator takes them."""
+    granule = granule_bytes(profile.weights)
+    by_name = {placement.name: getattr(placement, phase) for placement in plan.placements}
+    return [by_name[w.name] if is_decided(w, granule) else "gpu" for w in profile.weights]
+
+
+def static_problem(problem: DecodeProblem) -> tuple[list[int], list[int], list[int], list[bool]]:
+    """Return the paper's problem in integers, per unit: gains and switching costs in ns, sizes in granules, experts."""
+    c = problem.costs
+    gains, switch = [], []
+    for unit in problem.units:
+        gains.append(round(sum(c.cpu[use] - c.gpu[use] for use in unit.uses) * _NANOSECONDS))
+        switch.append(round(c.down[unit.uses[0]] * _NANOSECONDS))
+    sizes = [-(-unit.vram_bytes // problem.granule) for unit in problem.units]
+    return gains, sizes, switch, [unit.is_expert for unit in problem.units]
+
+
+def _check_inputs(profile: Profile, workload: Workload) -> list[str]:
+    """Refuse what the profile cannot answer. Return notes for the plan."""
+    if profile.hardware.gpu is None or not any(kernel.device == "gpu" for kernel in profile.kernels):
+        raise InfeasibleError("The profile has no GPU.", "Profile again with --device auto, or --device sim to try.")
+    if not profile.thread_counts:
+        raise AtsplanError("The profile has no CPU times.", "Profile again with --force.")
+    if workload.n_ubatch != profile.n_ubatch:
+        raise AtsplanError(
+            f"The profile was measured with micro-batches of {profile.n_ubatch} tokens, not {workload.n_ubatch}.",
+            f"Solve with n_ubatch {profile.n_ubatch}, or profile again.",
+        )
+    if workload.n_threads and workload.n_threads not in profile.thread_counts:
+        known = ", ".join(map(str, profile.thread_counts))
+        raise AtsplanError(
+            f"The profile has no times for {workload.n_threads} threads; it has {known}.",
+            f"Profile again with --threads {workload.n_threads}.",
+        )
+    needed = workload.n_prompt_tokens + workload.n_generated_tokens
+    if needed > workload.n_context:
+        raise AtsplanError(
+            f"{workload.n_prompt_tokens} prompt and {workload.n_generated_tokens} generated tokens do not fit into "
+            f"a context of {workload.n_context}.",
+            f"Give --ctx {needed} or more, or fewer tokens.",
+        )
+    notes = []
+    if profile.is_simulated:
+        notes.append("Made from simulated GPU timings: the speeds say nothing about a real GPU.")
+    if workload.n_context > profile.model.n_context_train > 0:
+        notes.append(f"The model was trained for contexts of {profile.model.n_context_train} tokens.")
+    return notes
+
+
+def _decode_problem(profile: Profile, room_bytes: int, n_threads: int) -> DecodeProblem:
+    graph = build_graph(profile.weights)
+    units = find_units(profile.weights)
+    return DecodeProblem(
+        graph=graph,
+        costs=costs(profile, graph, 1, n_threads),
+        units=units,
+        groups=group_units(profile.weights, graph, units),
+        available_bytes=room_bytes,
+        granule=granule_bytes(profile.weights),
+    )
+
+
+def _best_thread_count(profile: Profile, base: DecodeProblem) -> int:
+    """Return the fastest; of equals, the one with the fewest threads."""
+    if len(profile.thread_counts) == 1:
+        return profile.thread_counts[0]
+    seconds = {n: estimate(replace(base, costs=costs(profile, base.graph, 1, n))) for n in profile.thread_counts}
+    return min(seconds, key=lambda n: (seconds[n], n))
+
+
+def _complete(problem: DecodeProblem, prompt: PromptProblem, workload: Workload, candidate: Candidate) -> _Solution:
+    """Add the prompt's side to a decode candidate."""
+    decode, ring = problem.expand(candidate.classes), candidate.ring_bytes
+    prefill = prompt.choose_classes(decode, ring)
+    min_tokens = prompt.min_tokens(decode, prefill, ring)
+    seconds = prompt.seconds(decode, prefill, ring, min_tokens, workload.n_prompt_tokens)
+    return _Solution(candidate, prefill, min_tokens, seconds)
+
+
+def _solve_joint(
+    problem: DecodeProblem, prompt: PromptProblem, workload: Workload
+) -> tuple[_Solution, float, list[str]]:
+    bound, weight = lower_bound(problem)
+    solutions: dict[Candidate, _Solution] = {}
+
+    def total_seconds(candidate: Candidate) -> float:
+        if candidate not in solutions:
+            solutions[candidate] = _complete(problem, prompt, workload, candidate)
+        return solutions[candidate].prompt_seconds + workload.n_generated_tokens * candidate.seconds
+
+    candidates = solve_joint(problem, weight, total_seconds)
+    best = candidates[0]
+    plain = min((c for c in candidates if "stream" not in c.classes), key=total_seconds)
+    if "stream" in best.classes and total_seconds(plain) <= (1 + _WORTH_STREAMING) * total_seconds(best):
+        best = plain
+    notes = []
+    if "stream" not in best.classes and "cpu" in best.classes:
+        notes.append("Nothing better than plain llama.cpp was found: streaming does not pay while decoding here.")
+    return solutions[best], bound, notes
+
+
+def _solve_static(problem: DecodeProblem, prompt: PromptProblem, workload: Workload) -> tuple[_Solution, float, float]:
+    """Return the paper's placement, and its objective as seconds per token twice: it is its own bound."""
+    everything = sum(unit.vram_bytes for unit in problem.units)
+    rings = ring_sizes(problem) if everything > problem.available_bytes else []
+    ring = min(rings, default=0)  # prompts are streamed
+    gains, sizes, switch, experts = static_problem(problem)
+    choice, objective = solve_with_experts_last(
+        gains, sizes, switch, (problem.available_bytes - ring) // problem.granule, experts
+    )
+    classes: tuple[WeightClass, ...] = tuple("gpu" if x else "cpu" for x in choice)
+    candidate = Candidate(classes, ring, problem.simulate(classes, ring).seconds)
+    on_cpu = sum(problem.costs.cpu[use] for unit in problem.units for use in unit.uses)
+    value = on_cpu - objective / _NANOSECONDS
+    return _complete(problem, prompt, workload, candidate), value, value
+
+
+def _cross_check(problem: DecodeProblem) -> str:
+    gains, sizes, switch, experts = static_problem(problem)
+    capacity = problem.available_bytes // problem.granule
+    if any(experts):  # CP-SAT has no partition: check what both can solve, all units at once
+        experts = [False] * len(experts)
+    _, objective = solve_with_experts_last(gains, sizes, switch, capacity, experts)
+    status = check_placement(gains, sizes, switch, capacity, objective)
+    proof = "proves" if status == "optimal" else "did not refute in its time"
+    return f"CP-SAT {proof} the optimum of the static problem ({status})."
+
+
+def _placements(
+    weights: Sequence[WeightUse], decode: Sequence[WeightClass], prefill: Sequence[WeightClass]
+) -> tuple[Placement, ...]:
+    """Return one placement per name. Of a tied embedding it is that of the output; its input side is fixed."""
+    placements: dict[str, Placement] = {}
+    for weight, in_decode, in_prefill in zip(weights, decode, prefill, strict=True):
+        if weight.is_input:
+            placements.setdefault(weight.name, Placement(weight.name, weight.size_bytes, "cpu", "cpu"))
+        else:
+            placements[weight.name] = Placement(weight.name, weight.size_bytes, in_decode, in_prefill)
+    return tuple(placements.values())
+
+
+def _streamed_bytes(profile: Profile, classes: Sequence[WeightClass]) -> int:
+    return sum(weight.size_bytes for weight, cls in zip(profile.weights, classes, strict=True) if cls == "stream")
+
+
+def _check_host_memory(profile: Profile, placements: Sequence[Placement]) -> None:
+    host = sum(placement.size_bytes for placement in placements if not placement.is_resident)
+    ram = profile.hardware.cpu.memory_bytes
+    if ram > 0 and host > _MAX_HOST_SHARE * ram:
+        raise InfeasibleError(
+            f"{format_size(host)} of weights would stay in host memory; this machine has {format_size(ram)}.",
+            "Give more VRAM, or take a smaller quantisation of the model.",
+        )
