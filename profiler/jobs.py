@@ -10,7 +10,7 @@ from typing import TypeAlias
 from planner.errors import InvalidFileError
 from planner.gguf_model import GgufModel
 from planner.measurements import Contention, CrossingTiming, GlueTiming, KernelTiming, LinkTiming, WeightUse
-from planner.units import GIB, KIB, MIB
+from planner.units import KIB, MIB
 from runtime.inspect_model import Inspection
 
 from . import bench
@@ -23,7 +23,6 @@ CROSSING_SIZES_BYTES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB, 64 * MIB)
 CONTENTION_COPY_BYTES = 16 * MIB
 CONTENTION_PHASE_SECONDS = 0.2
 GPU_COLD_BYTES = 256 * MIB  # more than the last-level cache of any GPU
-MAX_CPU_COLD_BYTES = 2 * GIB
 
 KERNELS_BUDGET_SECONDS = 20.0  # for all series of products, unless single products are slow
 MAX_SERIES_SECONDS = 0.5

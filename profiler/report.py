@@ -45,7 +45,7 @@ def totals_by_role(profile: Profile, n_threads: int) -> list[RoleTotals]:
     roles: dict[str, list[WeightUse]] = {}
     for weight in _products(profile):
         roles.setdefault(_role(weight), []).append(weight)
-    has_gpu = any(timing.device == "gpu" for timing in profile.kernels)
+    has_gpu = _has_gpu(profile)
 
     def total(weights: list[WeightUse], device: str, n_tokens: int) -> float:
         threads = n_threads if device == "cpu" else 0
@@ -69,8 +69,8 @@ def totals_by_role(profile: Profile, n_threads: int) -> list[RoleTotals]:
 def role_table(profile: Profile) -> Table:
     n_threads = best_thread_count(profile)
     threads = "1 thread" if n_threads == 1 else f"{n_threads} threads"
-    gpu = "simulated GPU" if profile.is_simulated else "GPU"
-    title = f"{profile.model.name}: milliseconds on the CPU ({threads}) and the {gpu}"
+    gpu = " and the simulated GPU" if profile.is_simulated else " and the GPU" if _has_gpu(profile) else ""
+    title = f"{profile.model.name}: milliseconds on the CPU ({threads}){gpu}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("weights", no_wrap=True)
     for heading in (
@@ -91,6 +91,10 @@ def role_table(profile: Profile) -> Table:
             _milliseconds(row.prefill_cpu_seconds), _milliseconds(row.prefill_gpu_seconds),
         )  # fmt: skip
     return table
+
+
+def _has_gpu(profile: Profile) -> bool:
+    return any(timing.device == "gpu" for timing in profile.kernels)
 
 
 def _products(profile: Profile) -> list[WeightUse]:

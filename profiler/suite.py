@@ -9,6 +9,7 @@ from pathlib import Path
 
 from planner.errors import AtsplanError
 from planner.gguf_model import GgufModel, model_info, read_gguf
+from planner.hardware import Cpu
 from planner.measurements import (
     Contention,
     CrossingTiming,
@@ -18,6 +19,7 @@ from planner.measurements import (
     MemoryCase,
     Profile,
 )
+from planner.units import GIB, MIB
 from runtime.inspect_model import Inspection, inspect_model
 
 from . import bench, jobs
@@ -28,6 +30,8 @@ from .worker import Worker
 
 MEMORY_CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 KV_TYPES = ("f16", "q8_0")
+UNKNOWN_CACHE_BYTES = 64 * MIB  # where the kernel does not tell
+MAX_COLD_BYTES = 2 * GIB
 BUSY_LOAD_FRACTION = 0.5  # of the cores; above it, other programs disturb the measurements
 
 OnProgress = Callable[[float, str], None]  # the done fraction, and what comes next
@@ -60,9 +64,7 @@ def profile_model(path: str | os.PathLike[str], settings: Settings, on_progress:
         device=device,
         gpu="" if settings.device == "none" else device,
         threads=settings.threads,
-        cpu_cold_bytes=min(
-            2 * hardware.cpu.last_level_cache_bytes, hardware.cpu.memory_bytes // 8, jobs.MAX_CPU_COLD_BYTES
-        ),
+        cpu_cold_bytes=_cold_bytes(hardware.cpu),
     )
     with Worker(device) as worker:
         timings, remarks = _run(list(_jobs(model, inspection, machine, settings)), worker, on_progress)
@@ -91,6 +93,12 @@ def profile_model(path: str | os.PathLike[str], settings: Settings, on_progress:
         device_overhead_bytes=overhead_bytes,
         notes=(*notes, *remarks),
     )
+
+
+def _cold_bytes(cpu: Cpu) -> int:
+    """Return how many bytes of weights push each other out of the CPU's caches."""
+    cache_bytes = cpu.last_level_cache_bytes or UNKNOWN_CACHE_BYTES
+    return min(2 * cache_bytes, MAX_COLD_BYTES, cpu.memory_bytes // 8)
 
 
 def _inspect(

@@ -1,0 +1,119 @@
+"""What the command `profile` does: settings, cache, progress and the printed result around `profile_model`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from planner import cache
+from planner.errors import AtsplanError
+from planner.gguf_model import read_model_info
+from planner.hardware import Cpu
+from planner.measurements import ModelInfo, Profile
+from planner.records import to_json, write_record, write_text
+from planner.workload import Workload
+from runtime.build import native_helper
+
+from .detect import detect_cpu, detect_hardware, detect_software, resolve_device
+from .report import role_table
+from .suite import OnProgress, Settings, profile_model
+
+MAX_NOTES_SHOWN = 5
+
+
+def profile_command(
+    model: Path, device: str, threads: str, n_context: int | None, n_ubatch: int, *, out: Path | None,
+    csv: Path | None, as_json: bool, force: bool,
+) -> None:  # fmt: skip
+    """Measure `model`, or find it measured, and print and write what was asked for. Raises AtsplanError."""
+    info = read_model_info(model)
+    n_context = n_context or min(Workload.n_context, info.n_context_train)
+    settings = Settings(
+        resolve_device(device), parse_threads(threads, detect_cpu()), n_context, min(n_ubatch, n_context)
+    )
+    profile = None if force else find_cached(info, settings)
+    if profile is None:
+        native_helper(_say)  # before the progress bar: compiling it takes a while and says so
+        with _progress_bar() as on_progress:
+            profile = profile_model(model, settings, on_progress)
+        _store(profile)
+    elif not as_json:
+        _say("Measured earlier; --force measures anew.")
+    cache.remember_model_path(info.fingerprint, model)
+    if out is not None:
+        write_record(out, profile)
+    if csv is not None:
+        write_text(csv, profile.to_frame().to_csv(index=False))
+    if as_json:
+        print(to_json(profile))
+    else:
+        Console().print(role_table(profile))
+        _show_notes(profile)
+
+
+def parse_threads(text: str, cpu: Cpu) -> tuple[int, ...]:
+    """Return the thread counts in `text`, ascending; the physical cores and half of them if it is empty."""
+    if not text:
+        return tuple(sorted({max(1, cpu.physical_cores // 2), cpu.physical_cores}))
+    try:
+        counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        counts = []
+    if not counts or counts[0] < 1 or counts[-1] > cpu.logical_cores:
+        raise AtsplanError(
+            f"'{text}' is not a list of thread counts for this machine.",
+            f"Write it like 4,8, with numbers from 1 to {cpu.logical_cores}.",
+        )
+    return tuple(counts)
+
+
+def find_cached(info: ModelInfo, settings: Settings) -> Profile | None:
+    """Return the cached profile of this model on this machine with these settings, or None."""
+    return cache.find_profile(
+        info.fingerprint,
+        detect_hardware(settings.device).fingerprint,
+        detect_software(),
+        n_context=settings.n_context,
+        n_ubatch=settings.n_ubatch,
+        thread_counts=settings.threads,
+        is_simulated=settings.device == "sim",
+    )
+
+
+def _store(profile: Profile) -> None:
+    """Cache the profile, unless the machine was too busy for it to be true. What is simulated is never true anyway."""
+    if cache.is_too_noisy(profile) and not profile.is_simulated:
+        _say(
+            f"Not cached: {cache.noisy_fraction(profile):.0%} of the series are unsteady. "
+            "Close other programs and profile again, or keep this one with --out."
+        )
+    else:
+        cache.store_profile(profile)
+
+
+def _show_notes(profile: Profile) -> None:
+    if profile.is_simulated:
+        _say("The GPU was simulated by the CPU: its times say nothing about a real one.")
+    for note in profile.notes[:MAX_NOTES_SHOWN]:
+        _say(f"Note: {note}")
+    if len(profile.notes) > MAX_NOTES_SHOWN:
+        _say(f"... and {len(profile.notes) - MAX_NOTES_SHOWN} more notes, see --json.")
+
+
+@contextmanager
+def _progress_bar() -> Iterator[OnProgress]:
+    columns = (
+        BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn(), TextColumn("{task.description}")
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda fraction, label: progress.update(task, completed=fraction, description=label)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
