@@ -193,6 +193,8 @@ def remarks(result: BenchResult) -> list[str]:
             f"link: {format_size(per_token)} per decoded token, "
             f"predicted {format_size(plan.prediction.decode_link_bytes_per_token)}"
         )
+        if measured.statistics.unpinned_bytes:
+            lines.append(f"not pinned: {format_size(measured.statistics.unpinned_bytes)} of host memory, which is slow")
     if measured.gpu_busy_fraction is not None:
         lines.append(f"GPU busy while decoding: {measured.gpu_busy_fraction:.0%}")
     for label, seconds in (("prefill", _prefill), ("decode", _decode)):

@@ -227,6 +227,11 @@ class Helper:
     def build_stamp(self) -> str:
         return str(self._library.ats_build_stamp().decode())
 
+    @property
+    def last_error(self) -> str:
+        """Why the last failing call failed; "" if none has."""
+        return str(self._library.ats_last_error().decode(errors="replace"))
+
     def set_classes(self, classes: Iterable[tuple[str, WeightClass, WeightClass]]) -> None:
         """Set (name, decode class, prefill class) of host-resident weights, replacing all earlier settings."""
         rows = list(classes)
@@ -383,7 +388,7 @@ class Helper:
 
     def _check(self, status: int) -> None:
         if status != 0:
-            raise DeviceError(f"The native helper failed: {self._library.ats_last_error().decode(errors='replace')}")
+            raise DeviceError(f"The native helper failed: {self.last_error}")
 
 
 def _native_spec(spec: MatmulSpec) -> _MatmulSpec:

@@ -17,6 +17,7 @@ from planner.errors import AtsplanError, MismatchError
 from planner.hardware import Hardware, Software
 from planner.plan import Plan
 from planner.records import read_record, write_record
+from planner.units import format_size
 
 from . import verify
 from .bench import bench, remarks, table
@@ -122,6 +123,12 @@ def open_plan(plan: Plan, model_path: Path, detect: Detect, *, anyway: bool) -> 
     with _loading(model_path) as on_progress:
         engine = PlanEngine(library, model_path, plan, on_progress=on_progress)
     with engine:
+        unpinned_bytes = engine.statistics().unpinned_bytes
+        if unpinned_bytes:
+            _say(
+                f"Warning: the system refused to pin {format_size(unpinned_bytes)} of host memory. "
+                "This will be slow. Close programs or raise the limit on locked memory (ulimit -l)."
+            )
         vram.watch(engine.pci_bus_id(plan.device))
         yield engine, vram
 

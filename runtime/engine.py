@@ -21,7 +21,7 @@ from . import placement
 from .bindings import Ggml, Helper, Statistics
 from .library import HOST_DEVICE, Library
 from .sampling import Sampler
-from .session import LoadSettings, OnProgress, captured_log, deferred_interrupt, last_problem, open_context, open_model
+from .session import CapturedLog, LoadSettings, OnProgress, last_problem, open_context, open_model
 
 _CONTEXT_FULL = 1  # llama_decode's answer when no cell of the KV cache is free
 
@@ -34,7 +34,8 @@ class Engine:
     ) -> None:
         """Load the model. Raises DeviceError, with everything freed, if memory or the file does not allow it."""
         self._ggml = Ggml(library.ggml)
-        self._tokens: list[int] = []
+        self._log = CapturedLog()
+        self._tokens: list[int] = []  # in the context, in order
         with ExitStack() as stack:
             self._model = stack.enter_context(open_model(model_path, settings, self._ggml, on_progress))
             self._context = stack.enter_context(open_context(self._model, settings, self._ggml))
@@ -191,14 +192,24 @@ class Engine:
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = 0
             batch.logits[i] = wants_logits and i == len(tokens) - 1
-        with captured_log() as log, deferred_interrupt():
-            status = llama_cpp.llama_decode(self._context, batch)
-            if status == 0:
-                self._tokens.extend(tokens)
+        self._tokens.extend(tokens)
+        status = -1
+        try:
+            with self._log as log:
+                status = llama_cpp.llama_decode(self._context, batch)
+        finally:
+            if status != 0:  # failed, or interrupted by Ctrl-C: only the context knows how far it came
+                memory = llama_cpp.llama_get_memory(self._context)
+                del self._tokens[llama_cpp.llama_memory_seq_pos_max(memory, 0) + 1 :]
         if status == _CONTEXT_FULL:
             raise AtsplanError(f"The context of {self.n_context} tokens is full.", "Solve again with a larger --ctx.")
         if status != 0:
-            raise DeviceError(f"The device failed while computing: {last_problem(log) or f'status {status}'}")
+            reason = self._native_error() or last_problem(log) or f"status {status}"
+            raise DeviceError(f"The device failed while computing: {reason}")
+
+    def _native_error(self) -> str:
+        """Return the device's own words for its last failure, if it has any."""
+        return ""
 
 
 class PlanEngine(Engine):
@@ -231,3 +242,6 @@ class PlanEngine(Engine):
 
     def statistics(self, *, reset: bool = False) -> Statistics:
         return self.helper.statistics(reset=reset)
+
+    def _native_error(self) -> str:
+        return self.helper.last_error

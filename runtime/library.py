@@ -11,7 +11,7 @@ from planner.errors import AtsplanError, DeviceError, MismatchError
 
 from .bindings import API_VERSION, Ggml, Helper
 from .build import Report, expected_stamp, find_llama, native_helper
-from .session import captured_log, last_problem
+from .session import CapturedLog, last_problem
 
 HYBRID_DEVICE = "ATS0"
 HOST_DEVICE = "ATSHOST"  # computes nothing; its buffer type is the pinned host memory
@@ -72,7 +72,7 @@ def _load(device: str, path: Path) -> Library:
         raise AtsplanError(f"The native helper cannot be loaded: {error}.", "Reinstall llama-cpp-python.") from error
     library = Library(device, ats, ctypes.CDLL("libllama.so", handle=binding._lib._handle), ggml, ggml_base)
     _check_versions(ats, path)
-    with captured_log() as log:
+    with CapturedLog() as log:
         registered = ggml.ggml_backend_load(str(path).encode())
     if not registered or HYBRID_DEVICE not in Ggml(ggml).devices():
         raise DeviceError(

@@ -68,7 +68,7 @@ def group_names(names: Sequence[str]) -> list[str]:
 def check_locations(placements: Sequence[Placement], locations: Sequence[WeightLocation], pinned_type: str) -> None:
     """Compare where weights are with where the plan wants them. Raises MismatchError that names up to three.
 
-    Host weights must lie in the buffer type `pinned_type`: in pageable memory copies are several times slower.
+    Host weights must lie in the buffer type `pinned_type`.
     """
     host_names = set(host_weight_names(placements))
     resident_names = {placement.name for placement in placements} - host_names
@@ -84,12 +84,6 @@ def check_locations(placements: Sequence[Placement], locations: Sequence[WeightL
     absent = [name for name in (*host_names, *resident_names) if name not in found]
     if absent:
         raise MismatchError(f"The model does not use {_some(absent)} of the plan.", "Profile and solve again.")
-    pageable = [name for name in host_names if found[name] == {"CPU"} and pinned_type != "CPU"]
-    if pageable:
-        raise DeviceError(
-            f"The system refused to pin enough host memory ({_some(pageable)}).",
-            "Close programs, raise the limit on locked memory, or solve with more VRAM.",
-        )
     misplaced = [
         f"{name} ({', '.join(sorted(found[name]))} instead of {wanted})"
         for names, wanted in ((host_names, pinned_type), (resident_names, "VRAM"))

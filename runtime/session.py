@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from llama_cpp import llama_cpp
@@ -58,23 +59,30 @@ class _BufferTypeOverride(ctypes.Structure):
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _discard(_level: int, _text: bytes, _user: Any) -> None:
-    """Swallow llama.cpp's messages outside of `captured_log`."""
+    """Swallow llama.cpp's messages outside of `CapturedLog`."""
 
 
-@contextmanager
-def captured_log() -> Iterator[deque[str]]:
-    """Collect llama.cpp's and ggml's last messages instead of printing them."""
-    lines: deque[str] = deque(maxlen=200)
+class CapturedLog:
+    """A `with` block that collects llama.cpp's and ggml's last messages instead of printing them. Reusable."""
 
-    @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
-    def collect(_level: int, text: bytes, _user: Any) -> None:
-        lines.append(text.decode(errors="replace"))
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=200)
 
-    llama_cpp.llama_log_set(collect, ctypes.c_void_p())
-    try:
-        yield lines
-    finally:
-        llama_cpp.llama_log_set(_discard, ctypes.c_void_p())
+        @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+        def collect(_level: int, text: bytes, _user: Any) -> None:
+            self._lines.append(text.decode(errors="replace"))
+
+        self._collect = collect
+
+    def __enter__(self) -> deque[str]:
+        self._lines.clear()
+        llama_cpp.llama_log_set(self._collect, None)
+        return self._lines
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _value: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        llama_cpp.llama_log_set(_discard, None)
 
 
 @contextmanager
@@ -131,7 +139,7 @@ def open_model(
     parameters.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if settings.use_mmap else llama_cpp.LLAMA_LOAD_MODE_NONE
     parameters.use_extra_bufts = settings.use_repacking
     parameters.no_alloc = settings.no_alloc
-    with captured_log() as log, deferred_interrupt() as is_interrupted:
+    with CapturedLog() as log, deferred_interrupt() as is_interrupted:
 
         @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
         def report(fraction: float, _user: Any) -> bool:
@@ -169,14 +177,14 @@ def open_context(model: Model, settings: LoadSettings, ggml: Ggml) -> Iterator[C
         else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
     )
     parameters.no_perf = True
-    with captured_log() as log:
+    with CapturedLog() as log:
         context = llama_cpp.llama_init_from_model(model, parameters)
     if not context:
         raise _failure("llama.cpp cannot create a context", log)
     try:
         yield context
     finally:
-        with captured_log():
+        with CapturedLog():
             llama_cpp.llama_free(context)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from planner.errors import MismatchError
+from planner.errors import DeviceError, MismatchError
 from planner.plan import Placement, WeightClass
 from profiler.synthetic_model import write_synthetic_model
 from runtime.engine import Engine, PlanEngine
@@ -158,6 +158,14 @@ def test_a_weight_that_the_model_lacks(library: Library, smollm2: Path, inspecte
     placements = [*uniform_placements(inspected.weights_decode, "gpu", "gpu"), Placement("extra", 1, "cpu", "cpu")]
     with pytest.raises(MismatchError, match="does not use extra"):
         PlanEngine(library, smollm2, plan_for(smollm2, placements))
+
+
+def test_a_ring_that_cannot_be_allocated_is_an_error(library: Library, smollm2: Path, inspected: Inspection) -> None:
+    plan = plan_for(smollm2, uniform_placements(inspected.weights_decode, "stream", "stream"), ring_bytes=1 << 45)
+    with PlanEngine(library, smollm2, plan) as engine:
+        with pytest.raises(DeviceError, match="out of memory"):
+            engine.evaluate(PROMPT)
+        assert engine.n_tokens == 0
 
 
 def test_greedy_text_is_the_same_and_sampling_follows_the_seed(
