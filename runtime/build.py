@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -125,6 +126,7 @@ def _compile(
     header_bytes = b"".join(path.read_bytes() for path in _files(source_folder, ".h"))
     objects = library.parent.parent / "objects"
     objects.mkdir(exist_ok=True)
+    one_line_at_a_time = threading.Lock()
 
     def compile_one(source: Path) -> Path:
         content = source.read_bytes()
@@ -138,7 +140,8 @@ def _compile(
         key = hashlib.sha256(repr(command).encode() + content + header_bytes).hexdigest()[:16]
         target = objects / f"{source.stem}-{key}.o"
         if not target.exists():
-            report(f"  compiling {source.name}")
+            with one_line_at_a_time:
+                report(f"  compiling {source.name}")
             with _replacing(target) as temporary:
                 _run([*command, "-c", str(source), "-o", str(temporary)], log, f"Compiling {source.name} failed")
         return target
