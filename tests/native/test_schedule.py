@@ -19,9 +19,7 @@ def test_schedule_and_ring(tmp_path: Path, llama_headers: Path) -> None:
         includes += ["-isystem", str(llama_headers / folder)]
     sanitizers = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     libraries = [f"-L{llama.library_folder}", f"-Wl,-rpath,{llama.library_folder}", "-lggml-base"]
-    subprocess.run(
-        [compilers.cxx, *build.CXX_FLAGS, "-Werror", *sanitizers, *includes, *map(str, sources), *libraries, "-o", str(program)],
-        check=True,
-    )  # fmt: skip
+    command = [compilers.cxx, *build.CXX_FLAGS, "-Werror", *sanitizers, *includes, *map(str, sources), *libraries]
+    subprocess.run([*command, "-o", str(program)], check=True)
     result = subprocess.run([program], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, "all passed\n"), result.stdout + result.stderr
