@@ -81,7 +81,7 @@ def machine_state(device: str) -> MachineState:
         "load_average": os.getloadavg()[0],
     }
     if device not in ("none", "sim"):
-        with _nvml_gpu(device) as (nvml, gpu):
+        with _nvml_gpu(device) as (nvml, gpu, _):
             facts |= {
                 "driver": _text(nvml.nvmlSystemGetDriverVersion()),
                 "gpu_uuid": _text(nvml.nvmlDeviceGetUUID(gpu)),
@@ -114,10 +114,7 @@ def detect_cpu(root: Path = _ROOT, affinity: frozenset[int] | None = None) -> Cp
 
 
 def _detect_gpu(device: str) -> Gpu:
-    with _nvml_gpu(device) as (nvml, gpu):
-        board = gpu  # a MIG instance has no link of its own
-        if _number(nvml, lambda: nvml.nvmlDeviceIsMigDeviceHandle(gpu)):
-            board = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(gpu)
+    with _nvml_gpu(device) as (nvml, gpu, board):
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(gpu)
         return Gpu(
             name=_text(nvml.nvmlDeviceGetName(gpu)),
@@ -145,8 +142,11 @@ def _uuid_of(device: str, uuids: tuple[str, ...]) -> str:
 
 
 @contextmanager
-def _nvml_gpu(device: str) -> Iterator[tuple[Any, Any]]:
-    """Give NVML and its handle of `device`. The two number GPUs differently, so it is found by UUID."""
+def _nvml_gpu(device: str) -> Iterator[tuple[Any, Any, Any]]:
+    """Give NVML and its handles of `device` and of the board with the link: the same, but for a MIG instance.
+
+    CUDA and NVML number GPUs differently, so it is found by UUID.
+    """
     import pynvml
 
     uuid = _uuid_of(device, cuda_gpu_uuids())
@@ -156,10 +156,11 @@ def _nvml_gpu(device: str) -> Iterator[tuple[Any, Any]]:
         raise DeviceError(f"The NVIDIA driver cannot describe {device}: {error}.", _GPU_REMEDY) from error
     try:
         try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            gpu = board = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         except pynvml.NVMLError:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
-        yield pynvml, handle
+            gpu = pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+            board = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(gpu)
+        yield pynvml, gpu, board
     except pynvml.NVMLError as error:
         raise DeviceError(f"The NVIDIA driver cannot describe {device}: {error}.", _GPU_REMEDY) from error
     finally:

@@ -161,9 +161,6 @@ class FakeNvml:
                 return gpu
         raise FakeNvmlError("Not Found")
 
-    def nvmlDeviceIsMigDeviceHandle(self, gpu: FakeGpu) -> bool:
-        return gpu.board is not None
-
     def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, gpu: FakeGpu) -> FakeGpu | None:
         return gpu.board
 
