@@ -1,12 +1,18 @@
 #include "bridge.h"
 
+#include "ggml-impl.h"
+
 #include <string.h>
 
 namespace {
 
 class CopyBridge final : public ActivationBridge {
   public:
-    CopyBridge(ggml_backend_t compute, ggml_backend_t experts) : compute_(compute), experts_(experts) {}
+    CopyBridge(ggml_backend_t compute, ggml_backend_t experts) : compute_(compute), experts_(experts) {
+        bytes_.type  = GGML_TYPE_I8;
+        bytes_.ne[1] = bytes_.ne[2] = bytes_.ne[3] = 1;
+        bytes_.nb[0]                               = 1;
+    }
 
     bool publish(const std::vector<Crossing> & crossings, uint32_t) override {
         for (const Crossing & crossing : crossings) {
@@ -29,18 +35,25 @@ class CopyBridge final : public ActivationBridge {
         return true;
     }
 
+    void abandon(uint32_t) override {}
+
     bool can_fetch_early() const override { return false; }
 
     bool can_copy_within_gpu() const override { return false; }
 
-    bool copy_for_experts(const std::vector<HostCopy> & copies) override {
-        for (const HostCopy & copy : copies) {
-            ggml_backend_tensor_set_async(experts_, copy.target, copy.source, copy.offset, copy.bytes);
-        }
-        return true;
-    }
+    bool start_experts(ggml_cgraph *, uint32_t) override { return true; }
 
-    bool signal_experts(uint32_t) override { return true; }
+    bool decide_experts(ggml_cgraph * graph, const std::vector<HostCopy> & copies, uint32_t) override {
+        for (const HostCopy & copy : copies) {
+            ggml_tensor bytes = bytes_; // ggml copies into tensors only
+            bytes.data        = copy.target;
+            bytes.ne[0]       = static_cast<int64_t>(copy.bytes);
+            bytes.nb[1] = bytes.nb[2] = bytes.nb[3] = copy.bytes;
+            bytes.buffer                            = graph->nodes[0]->buffer;
+            ggml_backend_tensor_set_async(experts_, &bytes, copy.source, 0, copy.bytes);
+        }
+        return ggml_backend_graph_compute_async(experts_, graph) == GGML_STATUS_SUCCESS;
+    }
 
     bool join_experts(const ExpertJoin & join, uint32_t) override {
         const size_t bytes = join.result->nb[1];
@@ -63,6 +76,7 @@ class CopyBridge final : public ActivationBridge {
   private:
     ggml_backend_t    compute_, experts_;
     std::vector<char> joined_;
+    ggml_tensor       bytes_ = {};
 };
 
 } // namespace

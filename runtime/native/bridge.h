@@ -14,18 +14,17 @@ struct Crossing {
 };
 
 struct HostCopy { // from pinned memory to VRAM
-    ggml_tensor * target;
-    size_t        offset;
-    const void *  source;
-    size_t        bytes;
+    void *       target;
+    const void * source;
+    size_t       bytes;
 };
 
 constexpr int max_expert_columns = 32;
+constexpr int max_expert_copies  = 3 * max_expert_columns + 2; // matrices, ids, input
 
-// Which lane made which column of an expert block's result; in pinned memory, written before mark_computed().
-struct ExpertColumns {
-    int32_t uses_gpu;                    // wait for signal_experts() too
-    int32_t sources[max_expert_columns]; // column of the GPU's results, or ~column of the CPU's
+// Which lane made which column of an expert block's result: a column of the GPU's results, or ~column of the CPU's.
+struct ExpertColumns { // in pinned memory, written before mark_computed()
+    int32_t sources[max_expert_columns];
 };
 
 struct ExpertJoin {
@@ -48,13 +47,16 @@ class ActivationBridge {
     virtual void mark_computed(uint32_t round) = 0;
     // Enqueue on the GPU: copy results to VRAM. If can_fetch_early(), this may come before mark_computed().
     virtual bool fetch(const std::vector<Crossing> & crossings, uint32_t round) = 0;
+    // After a failure: let everything that waits for the host, up to `round`, pass.
+    virtual void abandon(uint32_t round) = 0;
     virtual bool can_fetch_early() const = 0;
     virtual bool can_copy_within_gpu() const = 0;
 
-    // Experts run on a backend instance of their own, beside whatever the compute backend does.
-    // Enqueue there: copies, and later the signal that everything before it is done.
-    virtual bool copy_for_experts(const std::vector<HostCopy> & copies) = 0;
-    virtual bool signal_experts(uint32_t round) = 0;
+    // The GPU's share of an expert block runs on a backend instance of its own, beside whatever `compute` does.
+    // start_experts() hands it over once the inputs are published, decide_experts() tells what to copy first; nothing
+    // but that decision has to wait for the routing.
+    virtual bool start_experts(ggml_cgraph * graph, uint32_t round) = 0;
+    virtual bool decide_experts(ggml_cgraph * graph, const std::vector<HostCopy> & copies, uint32_t round) = 0;
     // Enqueue on the compute backend: assemble the result of `round` from both lanes' columns. As early as fetch().
     virtual bool join_experts(const ExpertJoin & join, uint32_t round) = 0;
 };

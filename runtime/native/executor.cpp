@@ -357,6 +357,9 @@ ggml_status Executor::run(CompiledProgram & compiled) {
         const ggml_status computed = compute_step(compiled, operations[i]);
         status                     = status == GGML_STATUS_SUCCESS ? computed : status;
     }
+    if (status != GGML_STATUS_SUCCESS) {
+        bridge_->abandon(round_base_ + static_cast<uint32_t>(compiled.program.cpu_steps.size()));
+    }
     return status;
 }
 
@@ -387,7 +390,10 @@ ggml_status Executor::enqueue(CompiledProgram & compiled, size_t index) {
     for (const Crossing & crossing : up ? step.outputs : step.inputs) {
         round_.activation_bytes += static_cast<int64_t>(crossing.bytes);
     }
-    const bool ok = up ? bridge_->fetch(step.outputs, round_of(operation)) : bridge_->publish(step.inputs, round_of(operation));
+    bool ok = up ? bridge_->fetch(step.outputs, round_of(operation)) : bridge_->publish(step.inputs, round_of(operation));
+    if (step.experts != nullptr) {
+        ok = ok && bridge_->start_experts(expert_lane_->gpu_graph(*step.experts), round_of(operation));
+    }
     return ok ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
 }
 
@@ -396,7 +402,6 @@ ggml_status Executor::compute_step(CompiledProgram & compiled, const Operation &
     {
         Stopwatch stopwatch(round_.wait_gpu_ns, timed);
         if (!bridge_->wait_published(round_of(operation))) {
-            bridge_->mark_computed(round_of(operation));
             return GGML_STATUS_FAILED;
         }
     }
@@ -405,7 +410,7 @@ ggml_status Executor::compute_step(CompiledProgram & compiled, const Operation &
     const CompiledStep & step   = compiled.cpu_steps[operation.cpu_step];
     const ggml_status    status = step.experts != nullptr ? expert_lane_->run(*step.experts, *bridge_, round_of(operation), *settings_)
                                                           : ggml_backend_graph_compute(cpu_.get(), step.graph);
-    bridge_->mark_computed(round_of(operation)); // also after a failure: the GPU may be waiting
+    bridge_->mark_computed(round_of(operation));
     return status;
 }
 

@@ -50,7 +50,9 @@ bool ExpertLane::prepare(const std::vector<ExpertBlock> & blocks, const Settings
             free_memory();
             return false;
         }
-        families_[entry.first].cpu_ns = static_cast<double>(settings.expert_cpu_ns);
+        for (int64_t n = 1; n <= block.n_used(); n++) {
+            families_[entry.first].cpu_ns.push_back(static_cast<double>(n * settings.expert_cpu_ns));
+        }
     }
     return true;
 }
@@ -213,11 +215,12 @@ bool ExpertLane::compile(const ExpertBlock & block, const ActivationBridge & bri
 
 // The number of missing experts to stream that lets the link and the CPU finish at the same time.
 int ExpertLane::n_to_stream(const Family & family, int n_missing, const Settings & settings) const {
-    int    best      = 0;
-    double best_time = static_cast<double>(n_missing) * family.cpu_ns;
+    const auto cpu_ns    = [&](int n) { return n == 0 ? 0.0 : family.cpu_ns[static_cast<size_t>(n) - 1]; };
+    int        best      = 0;
+    double     best_time = cpu_ns(n_missing);
     for (int n = 1; n <= n_missing; n++) {
         const double link = static_cast<double>(settings.expert_link_latency_ns + n * settings.expert_link_ns);
-        const double time = std::max(link, static_cast<double>(n_missing - n) * family.cpu_ns);
+        const double time = std::max(link, cpu_ns(n_missing - n));
         if (time < best_time) {
             best      = n;
             best_time = time;
@@ -257,7 +260,7 @@ ggml_status ExpertLane::run(const Step & step, ActivationBridge & bridge, uint32
         slot_of[j]     = slot >= 0 ? slot : family.cache->n_slots() + i;
         for (size_t w = 0; w < layer.weights.size(); w++) {
             const size_t bytes = layer.weights[w]->nb[2];
-            copies.push_back({family.slots[w], static_cast<size_t>(slot_of[j]) * bytes,
+            copies.push_back({static_cast<char *>(family.slots[w]->data) + static_cast<size_t>(slot_of[j]) * bytes,
                               static_cast<const char *>(layer.weights[w]->data) + static_cast<size_t>(routed[j]) * bytes, bytes});
             counters_.bytes += static_cast<int64_t>(bytes);
         }
@@ -277,24 +280,20 @@ ggml_status ExpertLane::run(const Step & step, ActivationBridge & bridge, uint32
     counters_.n_resident += n_used - static_cast<int>(missing.size());
     counters_.n_streamed += n_streamed;
     counters_.n_cpu += n_cpu;
-    columns->uses_gpu = n_gpu > 0;
 
-    if (n_gpu > 0) {
-        std::fill(slots + n_gpu, slots + n_used, slots[0]); // the graph always computes n_used columns
-        copies.push_back({family.gpu_ids, 0, slots, static_cast<size_t>(n_used) * sizeof(int32_t)});
-        if (!bridge.can_copy_within_gpu()) {
-            copies.push_back({family.gpu_x, 0, family.cpu_x->data, ggml_nbytes(family.gpu_x)});
-        }
-        const bool ok = bridge.copy_for_experts(copies) && ggml_backend_graph_compute_async(experts_, layer.gpu_graph) == GGML_STATUS_SUCCESS &&
-                        bridge.signal_experts(round);
-        if (!ok) {
-            return GGML_STATUS_FAILED;
-        }
+    std::fill(slots + n_gpu, slots + n_used, n_gpu > 0 ? slots[0] : 0); // the graph always computes n_used columns
+    copies.push_back({family.gpu_ids->data, slots, static_cast<size_t>(n_used) * sizeof(int32_t)});
+    if (!bridge.can_copy_within_gpu()) {
+        copies.push_back({family.gpu_x->data, family.cpu_x->data, ggml_nbytes(family.gpu_x)});
+    }
+    if (!bridge.decide_experts(layer.gpu_graph, copies, round)) {
+        return GGML_STATUS_FAILED;
     }
     if (n_cpu > 0) {
+        double &          mean   = family.cpu_ns[static_cast<size_t>(n_cpu) - 1];
         const int64_t     start  = now_ns();
         const ggml_status status = ggml_backend_graph_compute(cpu_, layer.cpu_graphs[static_cast<size_t>(n_cpu) - 1]);
-        family.cpu_ns += measured_part * (static_cast<double>(now_ns() - start) / n_cpu - family.cpu_ns);
+        mean += measured_part * (static_cast<double>(now_ns() - start) - mean);
         return status;
     }
     return GGML_STATUS_SUCCESS;

@@ -41,6 +41,9 @@ class ExpertLane {
     // Build, or find, what runs the block. `bridge` decides how its input reaches the experts.
     bool compile(const ExpertBlock & block, const ActivationBridge & bridge, Step & step);
 
+    // The graph that the step's share on the GPU needs, for start_experts().
+    ggml_cgraph * gpu_graph(const Step & step) const { return layers_[static_cast<size_t>(step.layer)]->gpu_graph; }
+
     // After the inputs were published: choose a place for every routed expert, start the GPU's, compute the CPU's.
     // Writes step.join.columns; the caller then marks the round as computed.
     ggml_status run(const Step & step, ActivationBridge & bridge, uint32_t round, const Settings & settings);
@@ -60,7 +63,7 @@ class ExpertLane {
         std::vector<ggml_tensor *>    slots; // per weight of a block: (n_in, n_out, n_slots + n_used)
         std::vector<ggml_tensor *>    gpu_results, cpu_results; // per node of a block, n_used columns
         ggml_tensor *                 gpu_x, *gpu_ids, *cpu_x, *cpu_ids, *routed_ids, *columns;
-        double                        cpu_ns = 0; // measured time of one expert on the CPU
+        std::vector<double>           cpu_ns; // [n - 1]: running mean of the CPU's time for n experts
     };
 
     struct Layer {

@@ -71,28 +71,42 @@ __global__ void fetch_kernel(Segments segments, const volatile unsigned * comput
     }
 }
 
-// Weights of several experts at once: the SMs read pinned memory themselves, without a copy engine's start per piece.
-constexpr int    max_weight_copies = 3 * max_expert_columns + 2;
-constexpr int    copy_blocks       = 64;
-constexpr size_t copy_chunk        = 16 * 1024;
+constexpr int    copy_blocks = 64;
+constexpr size_t copy_chunk  = 16 * 1024;
 
-struct WeightCopies {
-    const void * source[max_weight_copies];
-    void *       target[max_weight_copies];
-    unsigned     bytes[max_weight_copies];
-    int          count;
+// In pinned memory, written by the host for every expert block.
+struct CopyList {
+    unsigned count;
+    HostCopy copies[max_expert_copies];
 };
 
-__global__ void copy_weights_kernel(const __grid_constant__ WeightCopies copies) {
-    unsigned chunk = 0;
-    for (int i = 0; i < copies.count; i++) {
-        const unsigned n_chunks = (copies.bytes[i] + copy_chunk - 1) / copy_chunk;
-        const unsigned first    = (blockIdx.x + gridDim.x - chunk % gridDim.x) % gridDim.x; // this block's first chunk here
-        for (unsigned c = first; c < n_chunks; c += gridDim.x) {
+__global__ void wait_kernel(const volatile unsigned * flag, unsigned round) {
+    wait_for(flag, round);
+    __threadfence_system();
+}
+
+// Weights of several experts at once: the SMs read pinned memory themselves, without a copy engine's start per piece.
+__global__ void copy_list_kernel(const CopyList * list) {
+    __shared__ CopyList local;
+    constexpr unsigned  words_per_copy = sizeof(HostCopy) / sizeof(size_t);
+    static_assert(sizeof(HostCopy) == 3 * sizeof(size_t), "copied word by word");
+    if (threadIdx.x == 0) {
+        local.count = *const_cast<const volatile unsigned *>(&list->count);
+    }
+    __syncthreads();
+    for (unsigned i = threadIdx.x; i < local.count * words_per_copy; i += blockDim.x) {
+        reinterpret_cast<size_t *>(local.copies)[i] = reinterpret_cast<const volatile size_t *>(list->copies)[i];
+    }
+    __syncthreads();
+    unsigned chunk = 0; // of all copies together; blocks take chunks in turn
+    for (unsigned i = 0; i < local.count; i++) {
+        const HostCopy copy     = local.copies[i];
+        const unsigned n_chunks = static_cast<unsigned>((copy.bytes + copy_chunk - 1) / copy_chunk);
+        for (unsigned c = (blockIdx.x + gridDim.x - chunk % gridDim.x) % gridDim.x; c < n_chunks; c += gridDim.x) {
             const size_t begin = c * copy_chunk;
-            const size_t bytes = min(copy_chunk, copies.bytes[i] - begin);
-            const char * from  = static_cast<const char *>(copies.source[i]) + begin;
-            char *       to    = static_cast<char *>(copies.target[i]) + begin;
+            const size_t bytes = min(copy_chunk, copy.bytes - begin);
+            const char * from  = static_cast<const char *>(copy.source) + begin;
+            char *       to    = static_cast<char *>(copy.target) + begin;
             const bool   wide  = (reinterpret_cast<size_t>(from) | reinterpret_cast<size_t>(to)) % sizeof(float4) == 0;
             const size_t n     = wide ? bytes / sizeof(float4) : 0;
             for (size_t k = threadIdx.x; k < n; k += blockDim.x) {
@@ -119,10 +133,8 @@ __global__ void join_kernel(char * result, size_t bytes, const char * gpu_column
     if (threadIdx.x == 0) {
         wait_for(computed, round);
         __threadfence_system();
-        if (columns->uses_gpu) {
-            wait_for(experts_done, round);
-            __threadfence();
-        }
+        wait_for(experts_done, round);
+        __threadfence();
         source = columns->sources[blockIdx.x];
     }
     __syncthreads();
@@ -175,14 +187,16 @@ class ZeroCopyBridge final : public ActivationBridge {
         bridge->stream_         = find_stream(compute);
         bridge->experts_stream_ = find_stream(experts);
         const bool ok   = bridge->stream_ != nullptr && bridge->experts_stream_ != nullptr &&
-                        cudaHostAlloc(reinterpret_cast<void **>(&bridge->flags_), 2 * flag_stride, cudaHostAllocDefault) == cudaSuccess &&
+                        cudaHostAlloc(reinterpret_cast<void **>(&bridge->flags_), 3 * flag_stride, cudaHostAllocDefault) == cudaSuccess &&
+                        cudaHostAlloc(reinterpret_cast<void **>(&bridge->copy_list_), sizeof(CopyList), cudaHostAllocDefault) == cudaSuccess &&
                         cudaMalloc(reinterpret_cast<void **>(&bridge->arrived_), 2 * flag_stride) == cudaSuccess &&
                         cudaMemset(bridge->arrived_, 0, 2 * flag_stride) == cudaSuccess;
         if (!ok) {
             cudaGetLastError();
             return nullptr;
         }
-        memset(bridge->flags_, 0, 2 * flag_stride);
+        memset(bridge->flags_, 0, 3 * flag_stride);
+        bridge->experts_         = experts;
         const char * blocking    = getenv("CUDA_LAUNCH_BLOCKING");
         bridge->launches_block_ = blocking != nullptr && strcmp(blocking, "0") != 0;
         return bridge;
@@ -196,6 +210,7 @@ class ZeroCopyBridge final : public ActivationBridge {
         }
         cudaFree(arrived_);
         cudaFreeHost(flags_);
+        cudaFreeHost(copy_list_);
     }
 
     bool publish(const std::vector<Crossing> & crossings, uint32_t round) override {
@@ -243,27 +258,23 @@ class ZeroCopyBridge final : public ActivationBridge {
         return cudaPeekAtLastError() == cudaSuccess;
     }
 
+    void abandon(uint32_t round) override {
+        *decided() = round;
+        mark_computed(round);
+    }
+
     bool can_fetch_early() const override { return !launches_block_; }
 
     bool can_copy_within_gpu() const override { return true; }
 
-    bool copy_for_experts(const std::vector<HostCopy> & copies) override {
-        for (size_t i = 0; i < copies.size();) {
-            WeightCopies weights = {};
-            for (; i < copies.size() && weights.count < max_weight_copies; i++) {
-                const int n        = weights.count++;
-                weights.source[n] = copies[i].source;
-                weights.target[n] = static_cast<char *>(copies[i].target->data) + copies[i].offset;
-                weights.bytes[n]  = static_cast<unsigned>(copies[i].bytes);
-            }
-            copy_weights_kernel<<<copy_blocks, threads_per_block, 0, experts_stream_>>>(weights);
-        }
-        return cudaPeekAtLastError() == cudaSuccess;
-    }
+    bool start_experts(ggml_cgraph * graph, uint32_t round) override { return launches_block_ || enqueue_experts(graph, round); }
 
-    bool signal_experts(uint32_t round) override {
-        signal_kernel<<<1, 1, 0, experts_stream_>>>(experts_done(), round);
-        return cudaPeekAtLastError() == cudaSuccess;
+    bool decide_experts(ggml_cgraph * graph, const std::vector<HostCopy> & copies, uint32_t round) override {
+        copy_list_->count = static_cast<unsigned>(copies.size());
+        memcpy(copy_list_->copies, copies.data(), copies.size() * sizeof(HostCopy));
+        __atomic_thread_fence(__ATOMIC_RELEASE);
+        *decided() = round;
+        return !launches_block_ || enqueue_experts(graph, round);
     }
 
     bool join_experts(const ExpertJoin & join, uint32_t round) override {
@@ -274,13 +285,25 @@ class ZeroCopyBridge final : public ActivationBridge {
     }
 
   private:
-    static constexpr size_t flag_stride = 256; // bytes: flags of the two directions in cache lines of their own
+    static constexpr size_t flag_stride = 256; // bytes: every flag in a cache line of its own
+
+    bool enqueue_experts(ggml_cgraph * graph, uint32_t round) {
+        wait_kernel<<<1, 1, 0, experts_stream_>>>(decided(), round);
+        copy_list_kernel<<<copy_blocks, threads_per_block, 0, experts_stream_>>>(copy_list_);
+        if (ggml_backend_graph_compute_async(experts_, graph) != GGML_STATUS_SUCCESS) {
+            return false;
+        }
+        signal_kernel<<<1, 1, 0, experts_stream_>>>(experts_done(), round);
+        return cudaPeekAtLastError() == cudaSuccess;
+    }
 
     volatile unsigned * published() { return flags_; }
 
     volatile unsigned * scratch() { return flags_ + 1; }
 
     volatile unsigned * experts_done() { return arrived_ + flag_stride / sizeof(unsigned); }
+
+    volatile unsigned * decided() { return flags_ + 2 * flag_stride / sizeof(unsigned); }
 
     volatile unsigned * computed() { return flags_ + flag_stride / sizeof(unsigned); }
 
@@ -304,11 +327,13 @@ class ZeroCopyBridge final : public ActivationBridge {
         return blocks < 1 ? 1 : blocks > max_blocks ? max_blocks : static_cast<int>(blocks);
     }
 
-    cudaStream_t stream_         = nullptr;
-    cudaStream_t experts_stream_ = nullptr;
-    unsigned *   flags_          = nullptr; // in pinned memory
-    unsigned *   arrived_        = nullptr; // in VRAM
-    bool         launches_block_ = false;
+    ggml_backend_t experts_        = nullptr;
+    cudaStream_t   stream_         = nullptr;
+    cudaStream_t   experts_stream_ = nullptr;
+    unsigned *     flags_          = nullptr; // in pinned memory
+    CopyList *     copy_list_      = nullptr; // likewise
+    unsigned *     arrived_        = nullptr; // in VRAM
+    bool           launches_block_ = false;
 };
 
 } // namespace
