@@ -41,7 +41,7 @@ native: $(INSTALLED)
 demo: native
 	$(BIN)/atsplan profile $(MODEL) --device $(DEVICE)
 	$(BIN)/atsplan solve $(MODEL) --vram $(DEMO_VRAM) --out $(VENV)/demo-plan.json
-	$(BIN)/atsplan run --plan $(VENV)/demo-plan.json --model $(MODEL) -p "Why is the sky blue?" -n 64 --stats
+	$(BIN)/atsplan run --plan $(VENV)/demo-plan.json --model $(MODEL) -p "Gravity is" -n 64 --stats
 
 test: lint types unit
 
