@@ -36,7 +36,7 @@ class Decoder:
         assert self.model
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = 2 * n_ubatch, n_ubatch, n_ubatch
-        params.n_threads = params.n_threads_batch = 2
+        params.n_threads = params.n_threads_batch = 1  # more would spin while they wait
         params.embeddings = embeddings
         if callback is not None:
             params.cb_eval = callback
