@@ -170,7 +170,8 @@ def complete(
 def _loading(model_path: Path) -> Iterator[OnProgress]:
     """Show on the terminal how much of the model is loaded."""
     columns = (TextColumn("Loading {task.fields[name]}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=1.0, name=model_path.name)
         yield lambda fraction: progress.update(task, completed=fraction)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,7 +21,15 @@ from . import placement
 from .bindings import Ggml, Helper, Statistics
 from .library import HOST_DEVICE, Library
 from .sampling import Sampler
-from .session import CapturedLog, LoadSettings, OnProgress, last_problem, open_context, open_model
+from .session import (
+    CapturedLog,
+    LoadSettings,
+    OnProgress,
+    deferred_interrupt,
+    last_problem,
+    open_context,
+    open_model,
+)
 
 _CONTEXT_FULL = 1  # llama_decode's answer when no cell of the KV cache is free
 
@@ -195,7 +203,8 @@ class Engine:
         self._tokens.extend(tokens)
         status = -1
         try:
-            with self._log as log:
+            # Single tokens log nothing, and masking the signal takes longer than it should per token.
+            with self._log as log, deferred_interrupt() if len(tokens) > 1 else nullcontext():
                 status = llama_cpp.llama_decode(self._context, batch)
         finally:
             if status != 0:  # failed, or interrupted by Ctrl-C: only the context knows how far it came
@@ -235,7 +244,9 @@ class PlanEngine(Engine):
         )
         try:
             pinned_type = self._ggml.buffer_type_name(HOST_DEVICE)
-            placement.check_locations(plan.placements, self.helper.weight_locations(self._context), pinned_type)
+            with CapturedLog(), deferred_interrupt():
+                locations = self.helper.weight_locations(self._context)
+            placement.check_locations(plan.placements, locations, pinned_type)
         except BaseException:
             self.close()
             raise

@@ -177,14 +177,16 @@ def open_context(model: Model, settings: LoadSettings, ggml: Ggml) -> Iterator[C
         else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
     )
     parameters.no_perf = True
-    with CapturedLog() as log:
+    with CapturedLog() as log, deferred_interrupt() as is_interrupted:
         context = llama_cpp.llama_init_from_model(model, parameters)
+        if context and is_interrupted():
+            llama_cpp.llama_free(context)
     if not context:
         raise _failure("llama.cpp cannot create a context", log)
     try:
         yield context
     finally:
-        with CapturedLog():
+        with CapturedLog(), deferred_interrupt():
             llama_cpp.llama_free(context)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +19,9 @@ from planner.errors import AtsplanError, DeviceError
 from planner.hardware import Hardware, Software
 from planner.plan import Plan
 from planner.records import write_record
+from profiler.detect import detect_software
 from profiler.synthetic_model import write_synthetic_model
+from runtime import build
 from runtime.cli import register
 from runtime.engine import Engine
 from runtime.inspect_model import inspect_model
@@ -188,3 +193,21 @@ def test_a_prompt_longer_than_the_context(plan_path: Path, smollm2: Path) -> Non
     result = invoke("run", "--plan", str(plan_path), "--model", str(smollm2), "-p", "word " * 600)
     assert isinstance(result.exception, AtsplanError)
     assert "tokens do not fit into the context of 512" in result.exception.message
+
+
+def test_ctrl_c_keeps_the_text_so_far(plan: Plan, plan_path: Path, smollm2: Path) -> None:
+    write_record(plan_path, replace(plan, software=detect_software()))
+    arguments = ["run", "--plan", str(plan_path), "--model", str(smollm2), "-p", PROMPT, "-n", "500", "--anyway"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "atsplan", *arguments, "--temp", "1.5"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(build.__file__).parents[1],
+    )  # fmt: skip
+    assert process.stdout is not None
+    seen = process.stdout.read(len(PROMPT) + 1)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert seen.startswith(PROMPT), errors
+    assert process.returncode == 130
+    assert rest.endswith("\n")
+    assert "Traceback" not in errors
+    assert "ignored" not in errors
