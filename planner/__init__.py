@@ -1,3 +1,15 @@
 """Decide where every weight of a model lives and where it is computed, from measurements alone."""
 
+from .hardware import Hardware, Software
+from .measurements import Profile
+from .plan import Placement, Plan
+from .records import read_record, write_record
+from .solve import solve
+from .workload import Workload
+
 __version__ = "0.1.0"  # of atsplan as a whole; here because every layer may import it
+
+__all__ = [
+    "Hardware", "Placement", "Plan", "Profile", "Software", "Workload",
+    "read_record", "solve", "write_record",
+]  # fmt: skip

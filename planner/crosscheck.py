@@ -46,7 +46,8 @@ def check_placement(
     )
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit_seconds
-    solver.parameters.num_workers = 2
+    solver.parameters.num_workers = 8  # different strategies; two of them alone often miss the optimum
+    solver.parameters.linearization_level = 2
     solver.parameters.random_seed = 1
     status = solver.solve(model)
     if status == cp_model.OPTIMAL:

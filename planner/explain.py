@@ -124,7 +124,7 @@ def _role_table(plan: Plan) -> Table:
 
 def _prefill_of(group: Sequence[Placement]) -> str:
     host = {placement.prefill for placement in group if not placement.is_resident}
-    return "+".join(sorted(host)).replace("stream", "streamed") if host else "-"
+    return "+".join(sorted(host)) if host else "-"
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -150,11 +150,11 @@ def _prediction_lines(plan: Plan) -> Iterator[Text]:
     prediction, workload = plan.prediction, plan.workload
     seconds = prediction.decode_seconds_per_token
     if seconds > 0:
-        line = Text("Predicted: ", style="bold").append(f"{1 / seconds:.1f} tokens/s", style="bold green")
+        line = Text("Predicted: ", style="bold").append(_rate(1 / seconds), style="bold green")
         line.append(f" decoding ({seconds * 1e3:.2f} ms per token)")
         if prediction.prefill_seconds > 0:
-            rate = workload.n_prompt_tokens / prediction.prefill_seconds
-            line.append(f", {rate:.0f} tokens/s for the prompt ({prediction.prefill_seconds:.2f} s)")
+            rate = _rate(workload.n_prompt_tokens / prediction.prefill_seconds)
+            line.append(f", {rate} for the prompt ({prediction.prefill_seconds:.2f} s)")
         yield line
         busy = (
             ("CPU", prediction.decode_cpu_busy_seconds), ("GPU", prediction.decode_gpu_busy_seconds),
@@ -165,8 +165,7 @@ def _prediction_lines(plan: Plan) -> Iterator[Text]:
         yield Text(f"Busy while decoding: {shares}; {streamed} per token over the link.")
     solver = plan.solver
     if solver.objective == "joint" and solver.bound_seconds > 0:
-        fastest = f"{1 / solver.bound_seconds:.1f} tokens/s"
-        yield Text(f"No placement can exceed {fastest} at these measured rates.")
+        yield Text(f"No placement can exceed {_rate(1 / solver.bound_seconds)} at these measured rates.")
     else:
         yield Text("The paper's static objective, solved to the optimum.")
 
@@ -234,6 +233,11 @@ def profile_view(profile: Profile) -> RenderableType:
 
 def _size(placements: Sequence[Placement]) -> int:
     return sum(placement.size_bytes for placement in placements)
+
+
+def _rate(tokens_per_second: float) -> str:
+    n_digits = 0 if tokens_per_second >= 100 else 1 if tokens_per_second >= 10 else 2
+    return f"{tokens_per_second:.{n_digits}f} tokens/s"
 
 
 def _or_dash(size_bytes: int) -> str:

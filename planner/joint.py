@@ -18,13 +18,16 @@ from .plan import WeightClass
 from .problem import Costs, Graph, Unit
 from .timeline import Timeline, simulate
 
-_RING_SLOTS = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # ring sizes to try, in largest streamed units
+_RING_SLOTS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # ring sizes to try, in units that are streamed
 _CROSSING_WEIGHTS = (0.1, 0.7)  # how much crossings count when residents are chosen: how many will share one is open
 _EAGERNESS = (0.95, 1.0, 1.05, 1.15)
 _RING_RESERVES = (0.5, 0.7, 0.85, 1.0)
 _N_SEARCHED = 2  # best candidates that are improved by small changes
-_N_RINGS = 3  # most promising ring sizes that are searched
-_SEARCHED_USES = 200_000  # simulated units per candidate; bounds the work the same way on every machine
+_MIN_RINGS = 3  # most promising ring sizes that are searched, and more for small models
+_RINGS_TIMES_UNITS = 500
+_COMMON = 0.1  # share of all bytes from which on a kind of unit is worth a ring
+_MAX_CHANGES = 600  # per candidate
+_SEARCHED_UNITS = 200_000  # likewise, times units; bounds the work the same way on every machine
 _PICOSECONDS = 1e12
 
 TotalSeconds = Callable[["Candidate"], float]
@@ -85,6 +88,9 @@ class DecodeProblem:
     def ring_bytes(self) -> tuple[int, ...]:
         """Per unit, the largest piece that its streaming needs in the ring at once."""
         return tuple(max(self.graph.ring_bytes[use] for use in unit.uses) for unit in self.units)
+
+    def is_terminal(self, unit: int) -> bool:
+        return any(self.graph.is_terminal[use] for use in self.units[unit].uses)
 
     @cached_property
     def _is_serial(self) -> list[bool]:
@@ -163,7 +169,8 @@ def solve_joint(problem: DecodeProblem, weight: float, total_seconds: TotalSecon
     if sum(unit.vram_bytes for unit in problem.units) <= problem.available_bytes:
         return [_candidate(problem, _classes(problem, set(range(len(problem.units))), ()), 0)]
     rings = sorted(ring_sizes(problem), key=lambda ring: _first_guess(problem, weight, ring).seconds)
-    found = [candidate for ring in rings[:_N_RINGS] for candidate in _patterns(problem, weight, ring)]
+    n_rings = max(_MIN_RINGS, _RINGS_TIMES_UNITS // len(problem.units))
+    found = [candidate for ring in rings[:n_rings] for candidate in _patterns(problem, weight, ring)]
     found.sort(key=lambda candidate: candidate.seconds)
     improved = [_improve(problem, candidate) for candidate in found[:_N_SEARCHED]]
     plain = plain_hybrid(problem, min(rings, default=0))
@@ -173,7 +180,8 @@ def solve_joint(problem: DecodeProblem, weight: float, total_seconds: TotalSecon
 def estimate(problem: DecodeProblem) -> float:
     """Return roughly the seconds per token of the best candidate, fast: enough to compare numbers of threads."""
     _, weight = lower_bound(problem)
-    guesses = [_first_guess(problem, weight, ring).seconds for ring in ring_sizes(problem)]
+    rings = ring_sizes(problem)
+    guesses = [_first_guess(problem, weight, ring).seconds for ring in rings[:: max(1, len(rings) // 4)]]
     return min([*guesses, plain_hybrid(problem, 0).seconds])
 
 
@@ -185,20 +193,18 @@ def _first_guess(problem: DecodeProblem, weight: float, ring_bytes: int) -> Cand
 
 
 def ring_sizes(problem: DecodeProblem) -> list[int]:
-    """Return ring sizes in bytes to try, the smallest first; none if not even the smallest unit fits.
+    """Return ring sizes in bytes to try, the smallest first: small multiples of what common units need.
 
-    The output matrix is many times larger than the rest; a ring for it would cost more than it brings.
+    Rare units do not count: the output matrix is many times larger than the rest, and a ring for it would cost more
+    than it brings.
     """
-    sizes = [
-        size
-        for unit, size in zip(problem.units, problem.ring_bytes, strict=True)
-        if not any(problem.graph.is_terminal[use] for use in unit.uses)
-    ] or list(problem.ring_bytes)
-    for largest in sorted(set(sizes), reverse=True):
-        fitting = [int(slots * largest) for slots in _RING_SLOTS if slots * largest <= problem.available_bytes]
-        if fitting:
-            return fitting
-    return [size for size in sorted(set(sizes))[:1] if size <= problem.available_bytes]
+    total = sum(unit.vram_bytes for unit in problem.units)
+    sizes = {
+        problem.ring_bytes[kind[0]]
+        for kind in problem.groups.by_kind
+        if len(kind) * problem.units[kind[0]].vram_bytes >= _COMMON * total and not problem.is_terminal(kind[0])
+    } or set(problem.ring_bytes)
+    return sorted({int(n * size) for n in _RING_SLOTS for size in sizes if int(n * size) <= problem.available_bytes})
 
 
 def _relaxed(problem: DecodeProblem, weight: float, *, may_stream: bool = True) -> float:
@@ -295,38 +301,56 @@ def _balanced_length(problem: DecodeProblem, host: Iterable[int], order: Sequenc
 
 
 def _improve(problem: DecodeProblem, start: Candidate) -> Candidate:
-    """Return the candidate after small changes that the simulator approves.
-
-    A host unit changes sides, two host units that follow each other swap, or two alike units anywhere.
-    """
+    """Return the candidate after small random changes that the simulator approves."""
     generator = random.Random(0)  # the same plan every time
     classes = list(start.classes)
     best = problem.simulate(classes, start.ring_bytes, is_rough=True).seconds
-    alike = {unit: kind for kind in problem.groups.by_kind for unit in kind}
-    host = [unit for unit, cls in enumerate(classes) if cls != "gpu"]
-    for _ in range(_SEARCHED_USES // len(classes) if host else 0):
-        at = generator.randrange(len(host))
-        first, move = host[at], generator.random()
-        second = host[(at + 1) % len(host)] if move < 0.6 else generator.choice(alike[first])
-        old = {first: classes[first], second: classes[second]}
-        if move < 0.3:
-            new: dict[int, WeightClass] = {first: "cpu" if classes[first] == "stream" else "stream"}
-        else:
-            new = {first: classes[second], second: classes[first]}
-        if all(old[unit] == cls for unit, cls in new.items()) or any(
-            cls == "stream" and problem.ring_bytes[unit] > start.ring_bytes for unit, cls in new.items()
+    room = problem.available_bytes - start.ring_bytes
+    for _ in range(min(_MAX_CHANGES, _SEARCHED_UNITS // len(classes))):
+        change = _small_change(problem, classes, generator)
+        old = {unit: classes[unit] for unit in change}
+        if old == change or any(
+            cls == "stream" and problem.ring_bytes[unit] > start.ring_bytes for unit, cls in change.items()
         ):
             continue
-        for unit, cls in new.items():
-            classes[unit] = cls
-        seconds = problem.simulate(classes, start.ring_bytes, is_rough=True).seconds
-        if seconds < best:
-            best = seconds
-            host = [unit for unit, cls in enumerate(classes) if cls != "gpu"]
-        else:
-            for unit, cls in old.items():
-                classes[unit] = cls
+        _apply(classes, change)
+        if problem.vram_bytes(classes) <= room:
+            seconds = problem.simulate(classes, start.ring_bytes, is_rough=True).seconds
+            if seconds < best:
+                best = seconds
+                continue
+        _apply(classes, old)
     return min(start, _candidate(problem, tuple(classes), start.ring_bytes), key=lambda candidate: candidate.seconds)
+
+
+def _small_change(
+    problem: DecodeProblem, classes: Sequence[WeightClass], generator: random.Random
+) -> dict[int, WeightClass]:
+    """Return new classes of a few units: one changes sides, neighbours or alike units swap, or one enters VRAM."""
+    host = [unit for unit, cls in enumerate(classes) if cls != "gpu"]
+    residents = [unit for unit, cls in enumerate(classes) if cls == "gpu"]
+    at, kind = generator.randrange(len(host)), generator.random()
+    unit = host[at]
+    if kind < 0.3:
+        return {unit: "cpu" if classes[unit] == "stream" else "stream"}
+    if kind < 0.8 or not residents:
+        if kind < 0.6:
+            other = host[(at + 1) % len(host)]
+        else:
+            other = generator.choice(next(alike for alike in problem.groups.by_kind if unit in alike))
+        return {unit: classes[other], other: classes[unit]}
+    change: dict[int, WeightClass] = {unit: "gpu"}
+    freed = 0
+    while freed < problem.units[unit].vram_bytes and len(change) <= min(4, len(residents)):
+        leaving = generator.choice(residents)
+        freed += 0 if leaving in change else problem.units[leaving].vram_bytes
+        change[leaving] = classes[unit]
+    return change
+
+
+def _apply(classes: list[WeightClass], change: dict[int, WeightClass]) -> None:
+    for unit, cls in change.items():
+        classes[unit] = cls
 
 
 def _classes(problem: DecodeProblem, residents: Collection[int], streamed: Iterable[int]) -> tuple[WeightClass, ...]:
