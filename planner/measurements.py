@@ -112,6 +112,16 @@ class CrossingTiming:
 
 
 @dataclass(frozen=True)
+class HostTiming:
+    """What handing over work costs the thread that also computes on the CPU, with caches full of weights."""
+
+    n_threads: int
+    launch: Series  # one launch of a few GPU nodes
+    stream: Series  # queueing one streamed weight
+    crossing: Series  # queueing both ways of an activation
+
+
+@dataclass(frozen=True)
 class Contention:
     """Rates in bytes per second, alone and while the other side is busy."""
 
@@ -150,6 +160,7 @@ class Profile:
     glue: tuple[GlueTiming, ...]
     link: tuple[LinkTiming, ...]
     crossings: tuple[CrossingTiming, ...]
+    host: tuple[HostTiming, ...]
     contention: tuple[Contention, ...]
     memory: tuple[MemoryCase, ...]
     device_overhead_bytes: int  # driver context, kernels, scratch pools: used on the card beyond llama.cpp's accounting

@@ -5,10 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .errors import AtsplanError
-from .measurements import Contention, Profile, WeightUse
+from .measurements import Contention, HostTiming, Profile, WeightUse
 from .memory import granule_bytes, is_decided, vram_bytes
+
+_PerThreadCount = TypeVar("_PerThreadCount", Contention, HostTiming)
 
 _MAX_INPUTS = 8  # a traced weight lists no more; the list may then lack the nearest ones
 
@@ -38,6 +41,9 @@ class Costs:
     link: tuple[float, ...]
     down: tuple[float, ...]  # from the GPU having the input until the CPU can start
     up: tuple[float, ...]  # from the CPU having the output until the GPU can go on
+    host_launch: float  # of the thread that computes on the CPU: starting GPU nodes
+    host_stream: float  # likewise, queueing a streamed weight
+    host_crossing: float  # likewise, queueing an activation's way down and up
     cpu_slowdown: float  # factor while the link is busy all the time
     link_slowdown: float  # factor while the CPU is busy all the time
 
@@ -113,7 +119,8 @@ def costs(profile: Profile, graph: Graph, n_tokens: int, n_threads: int) -> Cost
     uses = range(len(weights))
     crossing = _crossing(profile, n_threads)
     copy = _copy(profile)
-    contention = _contention(profile, n_threads)
+    contention = _nearest(profile.contention, n_threads) or Contention(n_threads, 1.0, 1.0, 1.0, 1.0)
+    host = _nearest(profile.host, n_threads)
     granule = granule_bytes(weights)
     return Costs(
         n_tokens=n_tokens,
@@ -127,6 +134,9 @@ def costs(profile: Profile, graph: Graph, n_tokens: int, n_threads: int) -> Cost
         link=tuple(copy(weights[i].size_bytes) if is_decided(weights[i], granule) else 0.0 for i in uses),
         down=tuple(crossing(weights[i].input_bytes * tokens[i]) / 2 for i in uses),
         up=tuple(crossing(weights[i].output_bytes * tokens[i]) / 2 for i in uses),
+        host_launch=host.launch.median if host else 0.0,
+        host_stream=host.stream.median if host else 0.0,
+        host_crossing=host.crossing.median if host else 0.0,
         cpu_slowdown=_ratio(contention.cpu_alone, contention.cpu_while_link_busy),
         link_slowdown=_ratio(contention.link_alone, contention.link_while_cpu_busy),
     )
@@ -217,10 +227,9 @@ def _copy(profile: Profile) -> Curve:
     return Curve((timing.size_bytes, timing.seconds.median) for timing in used)
 
 
-def _contention(profile: Profile, n_threads: int) -> Contention:
-    """Return the figures for this thread count, else for the nearest, else none."""
-    nearest = sorted(profile.contention, key=lambda c: (abs(c.n_threads - n_threads), c.n_threads))
-    return nearest[0] if nearest else Contention(n_threads, 1.0, 1.0, 1.0, 1.0)
+def _nearest(measured: Sequence[_PerThreadCount], n_threads: int) -> _PerThreadCount | None:
+    """Return the measurement for this thread count, else for the nearest, else None."""
+    return min(measured, key=lambda m: (abs(m.n_threads - n_threads), m.n_threads), default=None)
 
 
 def _ratio(alone: float, busy: float) -> float:

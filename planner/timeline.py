@@ -3,6 +3,9 @@
 GPU work is queued in graph order. A CPU step begins when the GPU has reached it, and everything queued later waits for
 its result, except work that does not depend on it: that is queued before the step starts. Streamed weights travel in
 order of use, ahead of time and across rounds, into a ring of fixed regions; one launch waits for all its copies.
+
+The thread that hands work to the GPU is the one that computes on the CPU. What follows a CPU step is handed over before
+the step is computed, while the GPU still makes its inputs; handing over takes the CPU lane's time.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ _MAX_ROUNDS = 8
 _STEADY = 1e-4  # relative difference of two rounds that counts as none
 
 _LAUNCH, _PUBLISH, _COMPUTE = range(3)
-# launch: (kind, GPU seconds, first stream, end of streams); publish: (kind, down seconds, 0, 0);
-# compute: (kind, CPU seconds, up seconds, 0). Tuples, because a search runs through millions of them.
-_Operation = tuple[int, float, float, int]
+# launch: (kind, GPU seconds, first stream, end of streams, hand-over seconds); publish: (kind, down seconds, 0, 0, 0);
+# compute: (kind, CPU seconds, up seconds, 0, seconds to hand over everything up to the next compute).
+# Tuples, because a search runs through millions of them.
+_Operation = tuple[int, float, float, int, float]
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class _Program:
                     self._add_gpu_work(use, before)
                 if not step:
                     self._end_launch()
-                    self._append((_PUBLISH, costs.down[use], 0.0, 0), ())
+                    self._append((_PUBLISH, costs.down[use], 0.0, 0, 0.0), ())
                 step.append(use)
                 continue
             if cls == "stream":
@@ -171,6 +175,21 @@ class _Program:
         if step:
             self._end_step(step)
         self._end_launch()
+        self._hand_over_before_computing()
+
+    def _hand_over_before_computing(self) -> None:
+        """Move the hand-over time of operations that follow a CPU step to that step."""
+        following = 0.0
+        first = next((i for i, operation in enumerate(self.operations) if operation[0] == _COMPUTE), len(self.operations))
+        for index in range(len(self.operations) - 1, first - 1, -1):
+            kind, seconds, extra, end_stream, handover = self.operations[index]
+            if kind == _COMPUTE:
+                handover += following
+                following = 0.0
+            else:
+                following += handover
+                handover = 0.0
+            self.operations[index] = (kind, seconds, extra, end_stream, handover)
 
     def _add_gpu_work(self, use: int, seconds: float) -> None:
         if seconds > 0.0 or self.classes[use] == "stream":
@@ -180,14 +199,15 @@ class _Program:
     def _end_launch(self) -> None:
         if self._launch_uses:
             first, end = self._launch_first_stream, len(self.streams)
-            self._append((_LAUNCH, self._launch_seconds, first, end), tuple(self._launch_uses))
+            handover = self.costs.host_launch + (end - first) * self.costs.host_stream
+            self._append((_LAUNCH, self._launch_seconds, first, end, handover), tuple(self._launch_uses))
         self._launch_seconds, self._launch_uses = 0.0, []
         self._launch_first_stream, self._launch_ring_bytes = len(self.streams), 0
 
     def _end_step(self, step: list[int]) -> None:
         self._end_launch()  # what does not depend on the step runs meanwhile
         seconds = sum(self.costs.cpu[use] for use in step)
-        self._append((_COMPUTE, seconds, self.costs.up[step[-1]], 0), tuple(step))
+        self._append((_COMPUTE, seconds, self.costs.up[step[-1]], 0, self.costs.host_crossing), tuple(step))
 
     def _append(self, operation: _Operation, uses: tuple[int, ...]) -> None:
         self.operations.append(operation)
@@ -200,6 +220,7 @@ class _Lanes:
     def __init__(self) -> None:
         self._gpu = self._cpu = self._link = 0.0
         self._read: list[float] = []
+        self._launched: list[float] = []  # when the launch that reads each streamed weight was handed over
 
     def run_round(
         self,
@@ -211,22 +232,31 @@ class _Lanes:
     ) -> float:
         """Run every operation once and return how long that took. A round starts when the one before has ended."""
         start = gpu = cpu = max(self._gpu, self._cpu)
-        link, read = self._link, self._read
+        link, read, launched = self._link, self._read, self._launched
         base = len(read)
         ready = 0.0
-        for index, (kind, seconds, extra, end_stream) in enumerate(operations):
+        handed_over = cpu  # when the operations up to the next compute were handed over
+        for index, (kind, seconds, extra, end_stream, handover) in enumerate(operations):
             if kind == _LAUNCH:
+                if handover:  # before the first CPU step
+                    handed_over = cpu = cpu + handover
                 first_stream = int(extra)
                 for stream in range(first_stream, end_stream):
                     blocker = base + stream - blockers[stream]
                     begin = link
-                    if blocker >= 0 and read[blocker] > begin:
-                        begin = read[blocker]
+                    if blocker >= 0:  # its region is free once it was read, and known to be once that was handed over
+                        if read[blocker] > begin:
+                            begin = read[blocker]
+                        if launched[blocker] > begin:
+                            begin = launched[blocker]
                     link = begin + copies[stream]
                     if recorder:
                         recorder[1].append(Event("link", (recorder[0].streams[stream],), begin - start, link - start))
                     # Within one launch no region is used twice, so the end of the launch is known below.
                     read.append(0.0)
+                    launched.append(handed_over)
+                if handed_over > gpu:
+                    gpu = handed_over
                 if end_stream > first_stream and link > gpu:
                     gpu = link
                 if recorder:
@@ -237,7 +267,8 @@ class _Lanes:
             elif kind == _PUBLISH:
                 ready = gpu + seconds
             else:
-                begin = cpu if cpu > ready else ready
+                handed_over = cpu + handover
+                begin = handed_over if handed_over > ready else ready
                 cpu = begin + seconds * cpu_factor
                 if recorder:
                     recorder[1].append(Event("cpu", recorder[0].uses[index], begin - start, cpu - start))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.gguf_model import GgufTensor, read_tensor_bytes
-from planner.measurements import Contention, Series, WeightUse
+from planner.measurements import Contention, HostTiming, Series, WeightUse
 from planner.units import MIB
 from runtime.bindings import Ggml, Helper, MatmulSpec
 from runtime.library import HYBRID_DEVICE, load
@@ -76,6 +76,13 @@ def crossing(device: str, n_threads: int, activation_bytes: int, effort: Effort)
     """Measure seconds that a round trip GPU -> CPU -> GPU adds to the work on both."""
     helper = _helper(device)
     return measure(lambda n: helper.bench_crossing(n_threads, activation_bytes, n_warmup=1, n_samples=n), effort)
+
+
+def host(device: str, kernel: Kernel, n_threads: int, cold_bytes: int, n_nodes: int, n_samples: int) -> HostTiming:
+    """Measure what handing over work costs right after products for one token that emptied the caches."""
+    spec = _matmul_spec(device, kernel, 1, cold_bytes)
+    series = _helper(device).bench_host(n_threads, spec, n_nodes=n_nodes, n_warmup=2, n_samples=n_samples)
+    return HostTiming(n_threads, *map(Series, series))
 
 
 def contention(

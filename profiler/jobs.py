@@ -9,7 +9,15 @@ from typing import TypeAlias
 
 from planner.errors import InvalidFileError
 from planner.gguf_model import GgufModel
-from planner.measurements import Contention, CrossingTiming, GlueTiming, KernelTiming, LinkTiming, WeightUse
+from planner.measurements import (
+    Contention,
+    CrossingTiming,
+    GlueTiming,
+    HostTiming,
+    KernelTiming,
+    LinkTiming,
+    WeightUse,
+)
 from planner.units import KIB, MIB
 from runtime.inspect_model import Inspection
 
@@ -22,13 +30,15 @@ LINK_SIZES_BYTES = (256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 CROSSING_SIZES_BYTES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB, 64 * MIB)
 CONTENTION_COPY_BYTES = 16 * MIB
 CONTENTION_PHASE_SECONDS = 0.2
+HOST_LAUNCH_NODES = 20  # about a layer without its streamed products
+HOST_SAMPLES = 15
 GPU_COLD_BYTES = 256 * MIB  # more than the last-level cache of any GPU
 
 KERNELS_BUDGET_SECONDS = 20.0  # for all series of products, unless single products are slow
 MAX_SERIES_SECONDS = 0.5
 OTHER_EFFORT = Effort(budget_seconds=0.15)
 
-Timing: TypeAlias = KernelTiming | GlueTiming | LinkTiming | CrossingTiming | Contention
+Timing: TypeAlias = KernelTiming | GlueTiming | LinkTiming | CrossingTiming | HostTiming | Contention
 
 
 @dataclass(frozen=True)
@@ -159,6 +169,21 @@ def _crossing_job(machine: Machine, n_threads: int, size_bytes: int) -> Job:
         return CrossingTiming(n_threads, size_bytes, series), ""
 
     return Job(f"round trips, {size_bytes // KIB} KiB, {_count(n_threads, 'thread')}", 0.3, run)
+
+
+def host_jobs(machine: Machine, kernel: Kernel) -> Iterator[Job]:
+    for n_threads in machine.threads:
+        yield _host_job(machine, kernel, n_threads)
+
+
+def _host_job(machine: Machine, kernel: Kernel, n_threads: int) -> Job:
+    def run(worker: Worker) -> tuple[Timing, str]:
+        timing = worker.call(
+            bench.host, machine.device, kernel, n_threads, machine.cpu_cold_bytes, HOST_LAUNCH_NODES, HOST_SAMPLES
+        )
+        return timing, ""
+
+    return Job(f"handing work to the GPU, {_count(n_threads, 'thread')}", 0.5, run)
 
 
 def contention_jobs(machine: Machine, kernel: Kernel) -> Iterator[Job]:

@@ -14,6 +14,7 @@ from planner.measurements import (
     Contention,
     CrossingTiming,
     GlueTiming,
+    HostTiming,
     KernelTiming,
     LinkTiming,
     MemoryCase,
@@ -88,6 +89,7 @@ def profile_model(path: str | os.PathLike[str], settings: Settings, on_progress:
         glue=tuple(timing for timing in timings if isinstance(timing, GlueTiming)),
         link=tuple(timing for timing in timings if isinstance(timing, LinkTiming)),
         crossings=tuple(timing for timing in timings if isinstance(timing, CrossingTiming)),
+        host=tuple(timing for timing in timings if isinstance(timing, HostTiming)),
         contention=tuple(timing for timing in timings if isinstance(timing, Contention)),
         memory=memory,
         device_overhead_bytes=overhead_bytes,
@@ -127,6 +129,7 @@ def _jobs(model: GgufModel, inspection: Inspection, machine: Machine, settings: 
         yield from jobs.glue_jobs(model.paths[0], machine, settings.n_context, settings.n_ubatch)
         yield from jobs.link_jobs(machine)
         yield from jobs.crossing_jobs(machine, activation_bytes)
+        yield from jobs.host_jobs(machine, heaviest)
         yield from jobs.contention_jobs(machine, heaviest)
 
 

@@ -114,6 +114,13 @@ _HELPER_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
         ctypes.c_int,
         [ctypes.c_int32, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, _INT64S],
     ),
+    "ats_bench_host": (
+        ctypes.c_int,
+        [
+            ctypes.c_int32, ctypes.POINTER(_MatmulSpec), ctypes.c_int32, ctypes.c_int32, ctypes.c_int32,
+            _INT64S, _INT64S, _INT64S,
+        ],
+    ),
     "ats_bench_contention": (
         ctypes.c_int,
         [
@@ -358,6 +365,18 @@ class Helper:
             n_samples,
             lambda samples: self._library.ats_bench_crossing(n_threads, activation_bytes, n_warmup, n_samples, samples),
         )
+
+    def bench_host(
+        self, n_threads: int, spec: MatmulSpec, *, n_nodes: int, n_warmup: int, n_samples: int
+    ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        """Return seconds of the host thread per launch of `n_nodes`, per streamed weight, and per crossing."""
+        native = _native_spec(spec)
+        series = [(ctypes.c_int64 * n_samples)() for _ in range(3)]
+        self._check(
+            self._library.ats_bench_host(n_threads, ctypes.byref(native), n_nodes, n_warmup, n_samples, *series)
+        )
+        launch, stream, crossing = (tuple(sample / 1e9 for sample in samples) for samples in series)
+        return launch, stream, crossing
 
     def bench_contention(
         self, n_threads: int, spec: MatmulSpec, *, copy_bytes: int, duration_seconds: float

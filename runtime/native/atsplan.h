@@ -128,6 +128,11 @@ ATS_EXPORT int ats_bench_transfer(bool host_to_device, bool pinned, int64_t size
 ATS_EXPORT int ats_bench_crossing(int32_t n_threads, int64_t activation_bytes, int32_t n_warmup, int32_t n_samples,
                                   int64_t * samples);
 
+// What handing over work costs the host thread, right after it computed a product that emptied its caches: starting a
+// graph of n_nodes small nodes, queueing one streamed weight, and queueing a publish and a fetch. Three arrays.
+ATS_EXPORT int ats_bench_host(int32_t n_threads, const struct ats_matmul_spec * spec, int32_t n_nodes, int32_t n_warmup,
+                              int32_t n_samples, int64_t * launch, int64_t * stream, int64_t * crossing);
+
 struct ats_contention { // bytes per second
     double cpu_alone, cpu_while_link_busy, link_alone, link_while_cpu_busy;
 };

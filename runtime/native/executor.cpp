@@ -363,14 +363,18 @@ ggml_status Executor::run(CompiledProgram & compiled) {
     return status;
 }
 
+void Executor::prefetch(const CompiledProgram & compiled) {
+    if (settings_->prefetch != 0) {
+        Stopwatch stopwatch(round_.copy_issue_ns, settings_->statistics != 0);
+        ring_->prefetch(static_cast<int>(compiled.program.streams.size()));
+    }
+}
+
 ggml_status Executor::enqueue(CompiledProgram & compiled, size_t index) {
     const Operation & operation = compiled.program.operations[index];
     const bool        timed     = settings_->statistics != 0;
     if (operation.kind == OperationKind::launch) {
-        if (settings_->prefetch != 0) {
-            Stopwatch stopwatch(round_.copy_issue_ns, timed);
-            ring_->prefetch(static_cast<int>(compiled.program.streams.size()));
-        }
+        prefetch(compiled);
         Stopwatch stopwatch(round_.launch_ns, timed);
         round_.n_gpu_steps++;
         ggml_cgraph view = compiled.template_graph;
@@ -399,6 +403,7 @@ ggml_status Executor::enqueue(CompiledProgram & compiled, size_t index) {
 
 ggml_status Executor::compute_step(CompiledProgram & compiled, const Operation & operation) {
     const bool timed = settings_->statistics != 0;
+    prefetch(compiled); // the last launch may have made room, and nothing can be issued during the step
     {
         Stopwatch stopwatch(round_.wait_gpu_ns, timed);
         if (!bridge_->wait_published(round_of(operation))) {

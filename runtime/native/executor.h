@@ -49,6 +49,7 @@ class Executor {
     bool              compile_cpu_step(const CpuStep & step, CompiledStep & result, size_t & bytes);
     bool              grow_arena(size_t bytes);
     ggml_status       run(CompiledProgram & compiled);
+    void              prefetch(const CompiledProgram & compiled);
     ggml_status       enqueue(CompiledProgram & compiled, size_t index);
     ggml_status       compute_step(CompiledProgram & compiled, const Operation & operation);
     uint32_t          round_of(const Operation & operation) const { return round_base_ + static_cast<uint32_t>(operation.cpu_step) + 1; }

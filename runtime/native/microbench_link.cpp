@@ -8,12 +8,12 @@
 #include "ggml-impl.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
-#include <thread>
 
 using namespace microbench;
 
+static const int     CALIBRATION_COPIES = 8;
+static const int     MAX_QUEUED_COPIES  = 500; // well under the depth of a stream's queue
 static const int64_t REGION_BYTES = INT64_C(64) << 20; // host memory that copies walk through, one after the other
 
 namespace {
@@ -203,19 +203,6 @@ int ats_bench_crossing(int32_t n_threads, int64_t activation_bytes, int32_t n_wa
 
 // ---- contention ----------------------------------------------------------------------------------------------
 
-static Rate copy_while(TransferBench & link, const std::function<bool()> & wanted) {
-    Rate          rate;
-    const int64_t start = now_ns();
-    do {
-        link.issue();
-        link.issue();
-        link.wait();
-        rate.bytes += 2 * link.size_bytes();
-    } while (wanted());
-    rate.nanoseconds = now_ns() - start;
-    return rate;
-}
-
 static Rate multiply_for(MatmulBench & cpu, int n_products, int64_t duration_ns) {
     Rate          rate;
     const int64_t deadline = now_ns() + duration_ns;
@@ -238,28 +225,18 @@ int ats_bench_contention(int32_t n_threads, const struct ats_matmul_spec * spec,
         link.run(2);
 
         const Rate    cpu_alone = multiply_for(cpu, n_products, duration_ns);
-        const int64_t deadline  = now_ns() + duration_ns;
-        const Rate    link_alone = copy_while(link, [&] { return now_ns() < deadline; });
+        const int64_t one_copy  = std::max<int64_t>(1, link.run(CALIBRATION_COPIES) / CALIBRATION_COPIES);
+        const int     n_copies  = static_cast<int>(std::clamp<int64_t>(duration_ns / one_copy, 1, MAX_QUEUED_COPIES));
+        const Rate    link_alone{n_copies * link.size_bytes(), link.run(n_copies)};
 
-        std::atomic<bool> copying{false}, busy{true};
-        Rate              link_contended;
-        std::thread       copier([&] {
-            copying        = true;
-            link_contended = copy_while(link, [&] { return busy.load(); });
-        });
-        while (!copying) {
-            std::this_thread::yield();
+        // As in the engine, one thread queues the copies and then computes: a copying thread would take a core away.
+        const int64_t start = now_ns();
+        for (int i = 0; i < n_copies; i++) {
+            link.issue();
         }
-        Rate cpu_contended;
-        try {
-            cpu_contended = multiply_for(cpu, n_products, duration_ns);
-        } catch (...) {
-            busy = false;
-            copier.join();
-            throw;
-        }
-        busy = false;
-        copier.join();
+        const Rate cpu_contended = multiply_for(cpu, n_products, link_alone.nanoseconds * 9 / 10);
+        link.wait();
+        const Rate link_contended{n_copies * link.size_bytes(), now_ns() - start};
 
         out->cpu_alone           = cpu_alone.bytes_per_second();
         out->cpu_while_link_busy = cpu_contended.bytes_per_second();

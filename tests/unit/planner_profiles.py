@@ -10,6 +10,7 @@ from planner.measurements import (
     Contention,
     CrossingTiming,
     GlueTiming,
+    HostTiming,
     KernelTiming,
     LinkTiming,
     MemoryCase,
@@ -153,6 +154,9 @@ def profile_of(
             CrossingTiming(threads, size, steady(machine.crossing + 2 * size / machine.link_rate))
             for threads in machine.cpu_rates
             for size in (4096, 65536, 1 << 20)
+        ),
+        host=tuple(
+            HostTiming(n, launch=Series((12e-6,)), stream=Series((8e-6,)), crossing=Series((10e-6,))) for n in machine.cpu_rates
         ),
         contention=tuple(
             Contention(threads, rate, machine.cpu_busy_rates[threads], machine.link_rate, machine.link_busy_rate)
