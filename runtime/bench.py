@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from rich.table import Table
 from planner.errors import AtsplanError
 from planner.hardware import Hardware, Software
 from planner.measurements import Series
-from planner.plan import Plan
+from planner.plan import Plan, WeightClass
+from planner.records import write_record
 from planner.units import format_size
 
 from .bench_worker import DepthTimes, Measured, Task, measure
@@ -21,6 +23,7 @@ from .session import LoadSettings
 # History: 1 = first version.
 BENCH_SCHEMA_VERSION = 1
 _N_TRIAL_TOKENS = 32  # decoded to find out which of llama.cpp's settings are worth measuring well
+_SWITCHES = ("prefetch", "zero_copy", "early_launch")  # options of the hybrid device that only cost time when off
 
 Report = Callable[[str], None]
 
@@ -36,6 +39,14 @@ class PlainResult:
 
 
 @dataclass(frozen=True)
+class Ablation:
+    """The plan without one of the things that make it fast."""
+
+    name: str
+    measured: Measured
+
+
+@dataclass(frozen=True)
 class BenchResult:
     plan: Plan
     hardware: Hardware  # where it was measured; `plan.hardware` is where it was planned for
@@ -44,6 +55,7 @@ class BenchResult:
     n_generate: int
     measured: Measured
     plain: tuple[PlainResult, ...]
+    ablations: tuple[Ablation, ...]
     schema_version: int = BENCH_SCHEMA_VERSION
 
 
@@ -58,6 +70,7 @@ def bench(
     depths: tuple[int, ...],
     n_repeat: int,
     against_plain: bool,
+    ablate: bool,
     report: Report,
 ) -> BenchResult:
     """Measure everything, each contender in a child process. Raises AtsplanError.
@@ -75,10 +88,11 @@ def bench(
     report(f"Measuring the plan ({task.n_repeat} repetitions) ...")
     measured = measure(task)
     plain = _bench_plain(plan, replace(task, plan_path=None, n_repeat=n_repeat), report) if against_plain else ()
+    ablations = _bench_ablations(plan, replace(task, n_repeat=n_repeat), report) if ablate else ()
     if n_repeat > 1:
         report(f"Measuring the plan again ({n_repeat // 2} repetitions) ...")
         measured = _joined(measured, measure(replace(task, n_repeat=n_repeat // 2)))
-    return BenchResult(plan, *machine, n_prompt, n_generate, measured, plain)
+    return BenchResult(plan, *machine, n_prompt, n_generate, measured, plain, ablations)
 
 
 def best_plain(result: BenchResult, n_depth: int, seconds: Callable[[DepthTimes], Series]) -> tuple[str, Series] | None:
@@ -126,6 +140,31 @@ def _bench_plain(plan: Plan, task: Task, report: Report) -> tuple[PlainResult, .
             full = measure(replace(task, settings=candidate.settings))
         results.append(PlainResult(candidate.name, candidate.settings, trial_result, full))
     return tuple(results)
+
+
+def _bench_ablations(plan: Plan, task: Task, report: Report) -> tuple[Ablation, ...]:
+    """Measure the plan with one option off, and with all host weights in one class."""
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        variants: list[tuple[str, Plan, str | None]] = [
+            *((f"without {option.replace('_', ' ')}", plan, option) for option in _SWITCHES),
+            ("all host weights on the CPU", in_one_class(plan, "cpu"), None),
+            ("all host weights streamed", in_one_class(plan, "stream"), None),
+        ]
+        for name, variant, option in variants:
+            path = Path(folder) / "plan.json"
+            write_record(path, variant)
+            report(f"Measuring the plan: {name} ({task.n_repeat} repetitions) ...")
+            results.append(Ablation(name, measure(replace(task, plan_path=str(path), switched_off=option))))
+    return tuple(results)
+
+
+def in_one_class(plan: Plan, host_class: WeightClass) -> Plan:
+    """Return the plan with all its host weights in one class while decoding; inputs are only ever read by rows."""
+    placements = tuple(
+        placement if placement.is_resident else replace(placement, decode=host_class) for placement in plan.placements
+    )
+    return replace(plan, placements=placements)
 
 
 def _joined(first: Measured, second: Measured) -> Measured:
@@ -201,6 +240,12 @@ def remarks(result: BenchResult) -> list[str]:
         best = best_plain(result, measured.depths[0].n_depth, seconds)
         if best is not None:
             lines.append(f"llama.cpp's best {label}: {best[0]}")
+    for ablation in result.ablations:
+        rates = [
+            _rate(seconds(ablation.measured.depths[0]).median, n)
+            for seconds, n in ((_prefill, result.n_prompt), (_decode, 1))
+        ]
+        lines.append(f"{ablation.name}: prefill {rates[0]}, decode {rates[1]} tokens/s")
     if plan.is_simulated:
         lines.append("The device is simulated: these figures say nothing about a GPU.")
     return lines

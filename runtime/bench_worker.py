@@ -37,6 +37,7 @@ class Task:
     n_generate: int
     depths: tuple[int, ...]  # tokens in the context before the prompt
     n_repeat: int
+    switched_off: str | None = None  # an option of the hybrid device, such as "prefetch"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def measure(task: Task) -> Measured:
     return from_json(answer.encode(), Measured, "the measurement")
 
 
-def _measure(task: Task) -> Measured:
+def run_task(task: Task) -> Measured:
+    """Run `task` in this process."""
     vram = VramMeter()
     library = load(task.device)
     started = time.perf_counter()
@@ -74,6 +76,8 @@ def _measure(task: Task) -> Measured:
     engine: Engine
     if task.plan_path is not None:
         engine = PlanEngine(library, path, read_record(task.plan_path, Plan))
+        if task.switched_off is not None:
+            engine.helper.set_option(task.switched_off, 0)
     elif task.settings is not None:
         engine = Engine(library, path, task.settings)
     else:
@@ -146,4 +150,4 @@ class _Runner:
 
 
 if __name__ == "__main__":
-    sys.exit(child.answer(lambda request: _measure(from_json(request.encode(), Task, "the task"))))
+    sys.exit(child.answer(lambda request: run_task(from_json(request.encode(), Task, "the task"))))

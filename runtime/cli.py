@@ -47,6 +47,7 @@ def register(app: typer.Typer, detect: Detect) -> None:
     def bench_command(
         plan_path: Annotated[Path, typer.Option("--plan", help="The plan to measure.")],
         against: Annotated[Against | None, typer.Option("--against", help="Measure this too, same budget.")] = None,
+        ablate: Annotated[bool, typer.Option("--ablate", help="Measure also without each part of the engine.")] = False,
         n_prompt: Annotated[int, typer.Option("--prompt", min=1, help="Prompt tokens.")] = 512,
         n_generate: Annotated[int, typer.Option("--generate", min=1, help="Decoded tokens.")] = 128,
         depths: Annotated[str, typer.Option("--depth", help="Tokens already in the context, e.g. 0,4096.")] = "0",
@@ -61,5 +62,5 @@ def register(app: typer.Typer, detect: Detect) -> None:
         bench_plan(
             plan_path, model, detect,
             n_prompt=n_prompt, n_generate=n_generate, depths_text=depths, n_repeat=n_repeat,
-            against_plain=against is not None, json_path=json_path, anyway=anyway,
+            against_plain=against is not None, ablate=ablate, json_path=json_path, anyway=anyway,
         )  # fmt: skip

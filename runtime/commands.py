@@ -71,6 +71,7 @@ def bench_plan(
     depths_text: str,
     n_repeat: int,
     against_plain: bool,
+    ablate: bool,
     json_path: Path | None,
     anyway: bool,
 ) -> None:
@@ -82,7 +83,7 @@ def bench_plan(
     result = bench(
         plan, plan_path, model_path, machine,
         n_prompt=n_prompt, n_generate=n_generate, depths=parse_depths(depths_text), n_repeat=n_repeat,
-        against_plain=against_plain, report=_say,
+        against_plain=against_plain, ablate=ablate, report=_say,
     )  # fmt: skip
     if json_path is not None:
         write_record(json_path, result)

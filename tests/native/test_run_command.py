@@ -22,6 +22,9 @@ from planner.records import write_record
 from profiler.detect import detect_software
 from profiler.synthetic_model import write_synthetic_model
 from runtime import build
+from runtime.bench import in_one_class
+from runtime.bench_worker import Task, run_task
+from runtime.bindings import Helper
 from runtime.cli import register
 from runtime.engine import Engine
 from runtime.inspect_model import inspect_model
@@ -101,6 +104,24 @@ def test_bench(plan_path: Path, smollm2: Path) -> None:
     assert len(written["measured"]["depths"][1]["decode_seconds"]["samples"]) == 2
     assert written["measured"]["statistics"]["n_graphs"] == 4
     assert written["measured"]["peak_vram_bytes"] > 0
+
+
+def test_switched_off_options_and_classes_take_effect(plan: Plan, plan_path: Path, smollm2: Path) -> None:
+    helper = Helper(load("sim").ats)
+    task = Task(str(smollm2), "sim", str(plan_path), None, 8, 4, (0,), 1)
+    as_planned = run_task(task).statistics
+    assert helper.get_option("prefetch") == 1
+    without_prefetch = run_task(replace(task, switched_off="prefetch")).statistics
+    assert helper.get_option("prefetch") == 0
+    helper.set_option("prefetch", 1)  # the helper is the process's
+    write_record(plan_path, in_one_class(plan, "cpu"))
+    on_cpu = run_task(task).statistics
+    assert as_planned is not None
+    assert without_prefetch is not None
+    assert on_cpu is not None
+    assert 0 < without_prefetch.n_streamed < as_planned.n_streamed  # which copies ahead for the next token
+    assert on_cpu.n_streamed == 0
+    assert on_cpu.n_cpu_steps > as_planned.n_cpu_steps > 0
 
 
 def another_model(plan_path: Path, plan: Plan, smollm2: Path) -> str:

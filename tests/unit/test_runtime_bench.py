@@ -13,8 +13,8 @@ from rich.console import Console
 from planner.errors import AtsplanError
 from planner.hardware import Software
 from planner.measurements import Series
-from planner.plan import Plan
-from planner.records import from_json, to_json
+from planner.plan import Placement, Plan
+from planner.records import from_json, read_record, to_json
 from runtime import bench
 from runtime.bench_worker import DepthTimes, Measured, Task
 from runtime.commands import parse_depths
@@ -85,7 +85,7 @@ def test_contenders_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch, plan:
     told: list[str] = []
     result = bench.bench(
         plan, Path("plan.json"), Path("model.gguf"), (HARDWARE, SOFTWARE),
-        n_prompt=512, n_generate=64, depths=(0,), n_repeat=5, against_plain=True, report=told.append,
+        n_prompt=512, n_generate=64, depths=(0,), n_repeat=5, against_plain=True, ablate=False, report=told.append,
     )  # fmt: skip
     names = {settings[name]: name for name in speeds} | {None: "plan"}
     assert [(names.get(task.settings, "broken"), task.n_repeat, task.n_generate) for task in tasks] == [
@@ -112,9 +112,37 @@ def test_contenders_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch, plan:
     assert "llama.cpp's best decode: decodes" in bench.remarks(result)
 
 
+def test_ablations_change_one_thing(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    placements = (
+        Placement("up", 1, "stream", "cpu"), Placement("down", 1, "cpu", "stream"), Placement("norm", 1, "gpu", "gpu"),
+    )  # fmt: skip
+    plan = replace(plan, placements=placements)
+    seen: list[tuple[str | None, list[str]]] = []
+
+    def measure(task: Task) -> Measured:
+        assert task.plan_path is not None
+        if task.plan_path != "plan.json":
+            variant = read_record(task.plan_path, Plan)
+            seen.append((task.switched_off, [placement.decode for placement in variant.placements]))
+            assert [placement.prefill for placement in variant.placements] == ["cpu", "stream", "gpu"]
+        return measured(0.02, 0.5)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    result = bench.bench(
+        plan, Path("plan.json"), Path("model.gguf"), (HARDWARE, SOFTWARE),
+        n_prompt=512, n_generate=64, depths=(0,), n_repeat=1, against_plain=False, ablate=True, report=lambda _: None,
+    )  # fmt: skip
+    planned = ["stream", "cpu", "gpu"]
+    assert seen == [
+        ("prefetch", planned), ("zero_copy", planned), ("early_launch", planned),
+        (None, ["cpu", "cpu", "gpu"]), (None, ["stream", "stream", "gpu"]),
+    ]  # fmt: skip
+    assert "without zero copy: prefill 1024.0, decode 50.0 tokens/s" in bench.remarks(result)
+
+
 def test_depths_beyond_the_context_are_refused(plan: Plan) -> None:
     with pytest.raises(AtsplanError, match=r"1000 \+ 512 \+ 64 tokens exceed the plan's context of 1024"):
         bench.bench(
             plan, Path("plan.json"), Path("model.gguf"), (HARDWARE, SOFTWARE),
-            n_prompt=512, n_generate=64, depths=(0, 1000), n_repeat=1, against_plain=False, report=print,
+            n_prompt=512, n_generate=64, depths=(0, 1000), n_repeat=1, against_plain=False, ablate=False, report=print,
         )  # fmt: skip
