@@ -7,7 +7,7 @@ from pathlib import Path
 
 from planner.cache import model_path
 from planner.errors import DeviceError, InvalidFileError, MismatchError
-from planner.gguf_model import read_model_info
+from planner.gguf_model import model_info, read_gguf
 from planner.hardware import Hardware, Software
 from planner.plan import Plan
 from planner.units import format_size
@@ -25,14 +25,15 @@ def find_model(plan: Plan, plan_path: Path, given: Path | None) -> Path:
     path = given or next((candidate for candidate in candidates if candidate.exists()), None)
     if path is None:
         raise InvalidFileError(f"The plan's model {plan.model.file_name} was not found.", "Name it with --model.")
-    found = read_model_info(path)
+    model = read_gguf(path)
+    found = model_info(model)
     if found.fingerprint != plan.model.fingerprint:
         raise MismatchError(
             f"The plan is for {plan.model.name} ({plan.model.file_name}, fingerprint {plan.model.fingerprint}); "
             f"{path} is {found.name} with fingerprint {found.fingerprint}.",
             "Profile and solve this model, or name the plan's with --model.",
         )
-    return path
+    return model.paths[0]  # llama.cpp takes only the first shard
 
 
 def check_software(plan: Plan, software: Software) -> None:

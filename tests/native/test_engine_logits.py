@@ -100,6 +100,16 @@ def test_random_classes_of_other_architectures(
         np.testing.assert_array_equal(logits_of(PlanEngine(library, path, plan)), expected)
 
 
+def test_shards(library: Library, synthetic: dict[str, Path], tmp_path: Path) -> None:
+    whole = synthetic["qwen3moe-tiny"]
+    first, *_ = write_synthetic_model(tmp_path / "model.gguf", "qwen3moe-tiny", n_shards=3)
+    weights = inspect_model(first, "sim", [256], [32]).weights_decode
+    plan = plan_for(first, random_placements(weights, 0))
+    np.testing.assert_array_equal(
+        logits_of(PlanEngine(library, first, plan)), logits_of(Engine(library, whole, SETTINGS))
+    )
+
+
 def test_classes_decide_what_is_streamed(library: Library, smollm2: Path, inspected: Inspection) -> None:
     placements = [
         Placement(weight.name, weight.size_bytes, "stream", "cpu")

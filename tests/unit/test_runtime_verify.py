@@ -9,8 +9,10 @@ import pytest
 
 from planner import cache
 from planner.errors import DeviceError, InvalidFileError, MismatchError
+from planner.gguf_model import read_model_info
 from planner.hardware import Software
 from planner.plan import Placement, Plan
+from profiler.synthetic_model import write_synthetic_model
 from runtime.verify import check_memory, check_software, find_model, hardware_differences
 from tests.native.engine_plans import HARDWARE, plan_for
 
@@ -31,6 +33,12 @@ def test_model_is_found_where_it_was_profiled(plan: Plan, smollm2: Path, tmp_pat
     beside.symlink_to(smollm2)
     assert find_model(plan, tmp_path / "plan.json", None) == beside
     assert find_model(plan, tmp_path / "plan.json", smollm2) == smollm2
+
+
+def test_any_shard_names_the_model(plan: Plan, tmp_path: Path) -> None:
+    first, second = write_synthetic_model(tmp_path / "model.gguf", "llama-tiny", n_shards=2)
+    sharded = replace(plan, model=read_model_info(first))
+    assert find_model(sharded, tmp_path / "plan.json", second) == first
 
 
 def test_another_model_is_refused(plan: Plan, smollm2: Path, tmp_path: Path) -> None:
