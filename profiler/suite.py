@@ -142,7 +142,7 @@ def _run(work: Sequence[Job], worker: Worker, on_progress: OnProgress) -> tuple[
         timing, remark = job.run(worker)
         timings.append(timing)
         remarks.append(remark)
-        if not isinstance(timing, Contention) and timing.seconds.is_noisy:
+        if not isinstance(timing, (Contention, HostTiming)) and timing.seconds.is_noisy:
             remarks.append(f"{job.label}: unsteady, MAD {relative_mad(timing.seconds):.0%} of the median")
         done += job.expected_seconds
     return timings, [remark for remark in remarks if remark]
