@@ -46,10 +46,11 @@ def role_of(name: str) -> tuple[int | None, str]:
 def _title(plan: Plan) -> Text:
     workload = plan.workload
     gpu = plan.hardware.gpu.name if plan.hardware.gpu else "no GPU"
+    threads = "thread" if workload.n_threads == 1 else "threads"
     title = Text(plan.model.name, style="bold")
     title.append(f" in {format_size(plan.vram.budget_bytes)} of VRAM", style="bold")
     title.append(
-        f"\n{gpu}{' (simulated)' if plan.is_simulated else ''}; {workload.n_threads} threads; "
+        f"\n{gpu}{' (simulated)' if plan.is_simulated else ''}; {workload.n_threads} {threads}; "
         f"context {workload.n_context}, KV {workload.type_k}/{workload.type_v}; "
         f"{workload.n_prompt_tokens} prompt + {workload.n_generated_tokens} generated tokens",
         style="dim",

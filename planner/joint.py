@@ -19,6 +19,7 @@ from .problem import Costs, Graph, Unit
 from .timeline import Timeline, simulate
 
 _RING_SLOTS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # ring sizes to try, in units that are streamed
+_PROMPT_SLOTS = 1.5
 _CROSSING_WEIGHTS = (0.1, 0.7)  # how much crossings count when residents are chosen: how many will share one is open
 _EAGERNESS = (0.95, 1.0, 1.05, 1.15)
 _RING_RESERVES = (0.5, 0.7, 0.85, 1.0)
@@ -112,6 +113,9 @@ class DecodeProblem:
     def vram_bytes(self, classes: Sequence[WeightClass]) -> int:
         return sum(unit.vram_bytes for unit, cls in zip(self.units, classes, strict=True) if cls == "gpu")
 
+    def needed_ring_bytes(self, classes: Sequence[WeightClass]) -> int:
+        return max((size for size, cls in zip(self.ring_bytes, classes, strict=True) if cls == "stream"), default=0)
+
     def expand(self, classes: Sequence[WeightClass]) -> list[WeightClass]:
         """Return classes per use of a weight from classes per unit."""
         expanded: list[WeightClass] = ["gpu"] * len(self.graph.inputs)
@@ -147,7 +151,8 @@ def lower_bound(problem: DecodeProblem) -> tuple[float, float]:
             high = right
     weight = (low + high) / 2
     undisturbed = replace(problem, costs=replace(problem.costs, cpu_slowdown=1.0))
-    return min(_relaxed(problem, weight), _relaxed(undisturbed, 1.0, may_stream=False)), weight
+    bound = min(_relaxed(problem, weight), _relaxed(undisturbed, 1.0, may_stream=False))
+    return max(0.0, bound), weight  # rounding can end just below zero
 
 
 def plain_hybrid(problem: DecodeProblem, ring_bytes: int) -> Candidate:
@@ -168,13 +173,13 @@ def solve_joint(problem: DecodeProblem, weight: float, total_seconds: TotalSecon
     """
     if sum(unit.vram_bytes for unit in problem.units) <= problem.available_bytes:
         return [_candidate(problem, _classes(problem, set(range(len(problem.units))), ()), 0)]
-    rings = sorted(ring_sizes(problem), key=lambda ring: _first_guess(problem, weight, ring).seconds)
+    rings = sorted(ring_sizes(problem), key=lambda ring: total_seconds(_first_guess(problem, weight, ring)))
     n_rings = max(_MIN_RINGS, _RINGS_TIMES_UNITS // len(problem.units))
     found = [candidate for ring in rings[:n_rings] for candidate in _patterns(problem, weight, ring)]
-    found.sort(key=lambda candidate: candidate.seconds)
+    found.sort(key=total_seconds)
     improved = [_improve(problem, candidate) for candidate in found[:_N_SEARCHED]]
-    plain = plain_hybrid(problem, min(rings, default=0))
-    return sorted([*improved, *found[_N_SEARCHED:], plain], key=total_seconds)
+    plain = [plain_hybrid(problem, ring) for ring in prompt_rings(problem)]
+    return sorted([*improved, *found[_N_SEARCHED:], *plain], key=total_seconds)
 
 
 def estimate(problem: DecodeProblem) -> float:
@@ -193,18 +198,29 @@ def _first_guess(problem: DecodeProblem, weight: float, ring_bytes: int) -> Cand
 
 
 def ring_sizes(problem: DecodeProblem) -> list[int]:
-    """Return ring sizes in bytes to try, the smallest first: small multiples of what common units need.
+    """Return ring sizes in bytes to try, the smallest first: small multiples of what common units need."""
+    sizes = {int(n * size) for n in _RING_SLOTS for size in _common_sizes(problem)}
+    return sorted(size for size in sizes if size <= problem.available_bytes)
 
-    Rare units do not count: the output matrix is many times larger than the rest, and a ring for it would cost more
-    than it brings.
+
+def prompt_rings(problem: DecodeProblem) -> list[int]:
+    """Return ring sizes for plans that stream in prompts only: none, and one that all common units pass through."""
+    rings = ring_sizes(problem)
+    roomy = [ring for ring in rings if ring >= _PROMPT_SLOTS * max(_common_sizes(problem))]
+    return [0, *(roomy[:1] or rings[-1:])]
+
+
+def _common_sizes(problem: DecodeProblem) -> set[int]:
+    """Return the ring bytes of common kinds of units.
+
+    The output matrix is many times larger than the rest; a ring for it would cost more than it brings.
     """
     total = sum(unit.vram_bytes for unit in problem.units)
-    sizes = {
+    return {
         problem.ring_bytes[kind[0]]
         for kind in problem.groups.by_kind
         if len(kind) * problem.units[kind[0]].vram_bytes >= _COMMON * total and not problem.is_terminal(kind[0])
     } or set(problem.ring_bytes)
-    return sorted({int(n * size) for n in _RING_SLOTS for size in sizes if int(n * size) <= problem.available_bytes})
 
 
 def _relaxed(problem: DecodeProblem, weight: float, *, may_stream: bool = True) -> float:
@@ -235,8 +251,9 @@ def _resident_counts(problem: DecodeProblem, weight: float, crossing_weight: flo
     """
     link_rate = sum(unit.size_bytes for unit in problem.units) / sum(problem.link_seconds)
     room_bytes = problem.available_bytes - ring_bytes
-    gains, sizes, items = [], [], []
-    for k, kind in enumerate(problem.groups.by_kind):
+    by_kind = problem.groups.by_kind
+    gains, sizes, items, worthwhile = [], [], [], []
+    for k, kind in enumerate(by_kind):
         unit = kind[0]
         on_gpu = weight * problem.serial_gpu_seconds[unit]
         cpu = problem.cpu_seconds[unit]
@@ -244,6 +261,8 @@ def _resident_counts(problem: DecodeProblem, weight: float, crossing_weight: flo
         if problem.ring_bytes[unit] <= ring_bytes:
             host = min(host, on_gpu + (1 - weight) * problem.link_seconds[unit])
         host += crossing_weight * problem.crossing_seconds[unit]
+        if host > on_gpu:
+            worthwhile.append(k)
         left, n = len(kind), 1
         while left:
             n = min(n, left)
@@ -252,15 +271,15 @@ def _resident_counts(problem: DecodeProblem, weight: float, crossing_weight: flo
             items.append((k, n))
             left, n = left - n, 2 * n
     choice, _ = solve_placement(gains, sizes, [0] * len(items), max(0, room_bytes) // problem.granule)
-    counts = [0] * len(problem.groups.by_kind)
+    counts = [0] * len(by_kind)
     for (k, n), chosen in zip(items, choice, strict=True):
         counts[k] += n * chosen
-    vram = [problem.units[kind[0]].vram_bytes for kind in problem.groups.by_kind]
-    room = room_bytes - sum(n * size for n, size in zip(counts, vram, strict=True))
-    for k in sorted(range(len(counts)), key=lambda k: vram[k], reverse=True):  # what rounding up to MiB left over
-        extra = min(len(problem.groups.by_kind[k]) - counts[k], room // vram[k]) if room > 0 else 0
+    room = room_bytes - sum(n * problem.units[kind[0]].vram_bytes for n, kind in zip(counts, by_kind, strict=True))
+    for k in sorted(worthwhile, key=lambda k: problem.units[by_kind[k][0]].vram_bytes, reverse=True):
+        vram = problem.units[by_kind[k][0]].vram_bytes  # what rounding up to whole MiB left over
+        extra = min(len(by_kind[k]) - counts[k], max(0, room) // vram)
         counts[k] += extra
-        room -= extra * vram[k]
+        room -= extra * vram
     return counts
 
 
@@ -301,44 +320,53 @@ def _balanced_length(problem: DecodeProblem, host: Iterable[int], order: Sequenc
 
 
 def _improve(problem: DecodeProblem, start: Candidate) -> Candidate:
-    """Return the candidate after small random changes that the simulator approves."""
+    """Return the candidate after small random changes that the simulator approves.
+
+    The ring takes all VRAM left. It stays large enough for what it can stream now, if only in prompts.
+    """
+    largest = max((problem.ring_bytes[u] for u, cls in enumerate(start.classes) if cls != "gpu"), default=0)
+    smallest_ring = min(start.ring_bytes, largest)
     generator = random.Random(0)  # the same plan every time
     classes = list(start.classes)
-    best = problem.simulate(classes, start.ring_bytes, is_rough=True).seconds
-    room = problem.available_bytes - start.ring_bytes
+    room = problem.available_bytes - problem.vram_bytes(classes)
+    best = problem.simulate(classes, room, is_rough=True).seconds
     for _ in range(min(_MAX_CHANGES, _SEARCHED_UNITS // len(classes))):
         change = _small_change(problem, classes, generator)
         old = {unit: classes[unit] for unit in change}
-        if old == change or any(
-            cls == "stream" and problem.ring_bytes[unit] > start.ring_bytes for unit, cls in change.items()
-        ):
+        if old == change:
             continue
         _apply(classes, change)
-        if problem.vram_bytes(classes) <= room:
-            seconds = problem.simulate(classes, start.ring_bytes, is_rough=True).seconds
+        room = problem.available_bytes - problem.vram_bytes(classes)
+        if room >= max(smallest_ring, problem.needed_ring_bytes(classes)):
+            seconds = problem.simulate(classes, room, is_rough=True).seconds
             if seconds < best:
                 best = seconds
                 continue
         _apply(classes, old)
-    return min(start, _candidate(problem, tuple(classes), start.ring_bytes), key=lambda candidate: candidate.seconds)
+    room = problem.available_bytes - problem.vram_bytes(classes)
+    return min(start, _candidate(problem, tuple(classes), room), key=lambda candidate: candidate.seconds)
 
 
 def _small_change(
     problem: DecodeProblem, classes: Sequence[WeightClass], generator: random.Random
 ) -> dict[int, WeightClass]:
-    """Return new classes of a few units: one changes sides, neighbours or alike units swap, or one enters VRAM."""
+    """Return new classes of a few units: one changes sides, two swap, or one enters or leaves VRAM."""
     host = [unit for unit, cls in enumerate(classes) if cls != "gpu"]
     residents = [unit for unit, cls in enumerate(classes) if cls == "gpu"]
     at, kind = generator.randrange(len(host)), generator.random()
     unit = host[at]
     if kind < 0.3:
         return {unit: "cpu" if classes[unit] == "stream" else "stream"}
-    if kind < 0.8 or not residents:
-        if kind < 0.6:
+    if kind < 0.75 or not residents:
+        if kind < 0.55:
             other = host[(at + 1) % len(host)]
         else:
             other = generator.choice(next(alike for alike in problem.groups.by_kind if unit in alike))
         return {unit: classes[other], other: classes[unit]}
+    if kind < 0.8:
+        return {unit: "gpu"}  # at the expense of the ring
+    if kind < 0.85:
+        return {generator.choice(residents): classes[unit]}
     change: dict[int, WeightClass] = {unit: "gpu"}
     freed = 0
     while freed < problem.units[unit].vram_bytes and len(change) <= min(4, len(residents)):

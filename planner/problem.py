@@ -147,13 +147,16 @@ def _resolve_inputs(weights: Sequence[WeightUse]) -> tuple[tuple[int, ...], ...]
 
     Along the residual stream everything depends on everything before. Neighbours with the same cut list are siblings
     (query, key and value; gate and up) and do not depend on each other. A trace looks through norms: a product with
-    the inputs of the norm before it depends on that norm.
+    the inputs of the norm before it depends on that norm. What has no inputs depends on the token embedding.
     """
     resolved: list[tuple[int, ...]] = []
     last_product = last_norm = -1
     before_norm: tuple[int, ...] = ()
+    embedding = tuple(index for index, weight in enumerate(weights) if weight.is_input)[:1]
     for index, weight in enumerate(weights):
         inputs = tuple(i for i in weight.inputs if 0 <= i < index)
+        if not inputs and not weight.is_input and embedding and embedding[0] < index:
+            inputs = embedding
         is_product = weight.op in ("MUL_MAT", "MUL_MAT_ID")
         if len(inputs) >= _MAX_INPUTS:
             is_sibling = last_product >= 0 and weights[last_product].inputs == weight.inputs

@@ -9,7 +9,7 @@ from typing import Literal
 
 from .crosscheck import check_placement
 from .errors import AtsplanError, InfeasibleError
-from .joint import Candidate, DecodeProblem, estimate, lower_bound, ring_sizes, solve_joint
+from .joint import Candidate, DecodeProblem, estimate, lower_bound, prompt_rings, solve_joint
 from .knapsack import solve_with_experts_last
 from .measurements import Profile, WeightUse
 from .memory import DEFAULT_MARGIN_BYTES, available_bytes, fixed_memory, granule_bytes, is_decided, vram_budget
@@ -25,6 +25,7 @@ Objective = Literal["joint", "paper"]
 _NANOSECONDS = 1e9
 _WORTH_STREAMING = 0.02  # a smaller gain is within the error of prediction: keep it as plain as llama.cpp
 _PROVEN = 1e-3  # relative distance from the bound that counts as optimal
+_ASSUMED_MIN_TOKENS = 32  # from about so many tokens on, streaming beats the CPU on most machines
 _MAX_HOST_SHARE = 0.9  # of RAM for pinned weights; the system needs the rest
 _MUCH_IDLE = 0.03  # of the budget
 
@@ -187,11 +188,13 @@ def _best_thread_count(profile: Profile, base: DecodeProblem) -> int:
     return min(seconds, key=lambda n: (seconds[n], n))
 
 
-def _complete(problem: DecodeProblem, prompt: PromptProblem, workload: Workload, candidate: Candidate) -> _Solution:
-    """Add the prompt's side to a decode candidate."""
+def _complete(
+    problem: DecodeProblem, prompt: PromptProblem, workload: Workload, candidate: Candidate, *, is_rough: bool = False
+) -> _Solution:
+    """Add the prompt's side to a decode candidate; roughly, with an assumed `min_tokens`, to compare candidates."""
     decode, ring = problem.expand(candidate.classes), candidate.ring_bytes
     prefill = prompt.choose_classes(decode, ring)
-    min_tokens = prompt.min_tokens(decode, prefill, ring)
+    min_tokens = _ASSUMED_MIN_TOKENS if is_rough else prompt.min_tokens(decode, prefill, ring)
     seconds = prompt.seconds(decode, prefill, ring, min_tokens, workload.n_prompt_tokens)
     return _Solution(candidate, prefill, min_tokens, seconds)
 
@@ -200,12 +203,13 @@ def _solve_joint(
     problem: DecodeProblem, prompt: PromptProblem, workload: Workload
 ) -> tuple[_Solution, float, list[str]]:
     bound, weight = lower_bound(problem)
-    solutions: dict[Candidate, _Solution] = {}
+    prompt_seconds: dict[Candidate, float] = {}
 
     def total_seconds(candidate: Candidate) -> float:
-        if candidate not in solutions:
-            solutions[candidate] = _complete(problem, prompt, workload, candidate)
-        return solutions[candidate].prompt_seconds + workload.n_generated_tokens * candidate.seconds
+        if candidate not in prompt_seconds:
+            rough = _complete(problem, prompt, workload, candidate, is_rough=True)
+            prompt_seconds[candidate] = rough.prompt_seconds
+        return prompt_seconds[candidate] + workload.n_generated_tokens * candidate.seconds
 
     candidates = solve_joint(problem, weight, total_seconds)
     best = candidates[0]
@@ -215,23 +219,29 @@ def _solve_joint(
     notes = []
     if "stream" not in best.classes and "cpu" in best.classes:
         notes.append("Nothing better than plain llama.cpp was found: streaming does not pay while decoding here.")
-    return solutions[best], bound, notes
+    return _complete(problem, prompt, workload, best), bound, notes
 
 
 def _solve_static(problem: DecodeProblem, prompt: PromptProblem, workload: Workload) -> tuple[_Solution, float, float]:
-    """Return the paper's placement, and its objective as seconds per token twice: it is its own bound."""
+    """Return the paper's placement, and its objective as seconds per token twice: it is its own bound.
+
+    Prompts are streamed through a ring, unless doing without it is faster.
+    """
     everything = sum(unit.vram_bytes for unit in problem.units)
-    rings = ring_sizes(problem) if everything > problem.available_bytes else []
-    ring = min(rings, default=0)  # prompts are streamed
+    rings = prompt_rings(problem) if everything > problem.available_bytes else [0]
     gains, sizes, switch, experts = static_problem(problem)
-    choice, objective = solve_with_experts_last(
-        gains, sizes, switch, (problem.available_bytes - ring) // problem.granule, experts
-    )
-    classes: tuple[WeightClass, ...] = tuple("gpu" if x else "cpu" for x in choice)
-    candidate = Candidate(classes, ring, problem.simulate(classes, ring).seconds)
     on_cpu = sum(problem.costs.cpu[use] for unit in problem.units for use in unit.uses)
-    value = on_cpu - objective / _NANOSECONDS
-    return _complete(problem, prompt, workload, candidate), value, value
+    found = []
+    for ring in rings:
+        capacity = (problem.available_bytes - ring) // problem.granule
+        choice, objective = solve_with_experts_last(gains, sizes, switch, capacity, experts)
+        classes: tuple[WeightClass, ...] = tuple("gpu" if x else "cpu" for x in choice)
+        candidate = Candidate(classes, ring, problem.simulate(classes, ring).seconds)
+        solution = _complete(problem, prompt, workload, candidate)
+        total = solution.prompt_seconds + workload.n_generated_tokens * candidate.seconds
+        found.append((total, ring, solution, on_cpu - objective / _NANOSECONDS))
+    _, _, solution, value = min(found, key=lambda item: item[:2])
+    return solution, value, value
 
 
 def _cross_check(problem: DecodeProblem) -> str:

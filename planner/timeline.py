@@ -180,7 +180,9 @@ class _Program:
     def _hand_over_before_computing(self) -> None:
         """Move the hand-over time of operations that follow a CPU step to that step."""
         following = 0.0
-        first = next((i for i, operation in enumerate(self.operations) if operation[0] == _COMPUTE), len(self.operations))
+        first = next(
+            (i for i, operation in enumerate(self.operations) if operation[0] == _COMPUTE), len(self.operations)
+        )
         for index in range(len(self.operations) - 1, first - 1, -1):
             kind, seconds, extra, end_stream, handover = self.operations[index]
             if kind == _COMPUTE:

@@ -156,7 +156,8 @@ def profile_of(
             for size in (4096, 65536, 1 << 20)
         ),
         host=tuple(
-            HostTiming(n, launch=Series((12e-6,)), stream=Series((8e-6,)), crossing=Series((10e-6,))) for n in machine.cpu_rates
+            HostTiming(n, launch=Series((5e-6,)), stream=Series((3e-6,)), crossing=Series((5e-6,)))
+            for n in machine.cpu_rates
         ),
         contention=tuple(
             Contention(threads, rate, machine.cpu_busy_rates[threads], machine.link_rate, machine.link_busy_rate)

@@ -33,11 +33,13 @@ def costs_of(
     before: Sequence[float] = (),
     cpu_slowdown: float = 1.0,
     link_slowdown: float = 1.0,
+    host: tuple[float, float, float] = (0.0, 0.0, 0.0),
 ) -> Costs:
     n = len(cpu)
     return Costs(
         n_tokens=1, n_threads=1, cpu=tuple(cpu), gpu=tuple(gpu), gpu_before=tuple(before or [0.0] * n),
         link=tuple(link or [0.0] * n), down=(0.1,) * n, up=(0.2,) * n,
+        host_launch=host[0], host_stream=host[1], host_crossing=host[2],
         cpu_slowdown=cpu_slowdown, link_slowdown=link_slowdown,
     )  # fmt: skip
 
@@ -67,6 +69,17 @@ def test_neighbours_on_the_cpu_share_a_crossing_unless_the_gpu_must_work_between
     assert seconds(apart, costs, ["cpu", "cpu", "gpu"]) == pytest.approx(0.3 + 5 + 0.3 + 6 + 1)
     with_glue = costs_of([5, 6, 9], [1, 1, 1], before=[0, 2, 0])
     assert seconds(CHAIN, with_glue, ["cpu", "cpu", "gpu"]) == pytest.approx(0.3 + 5 + 2 + 0.3 + 6 + 1)
+
+
+def test_handing_work_over_takes_the_cpu_lanes_time() -> None:
+    host = (0.01, 0.0, 0.02)
+    hidden = costs_of([9, 5, 9], [1, 1, 1], host=host)  # the GPU makes the step's input meanwhile
+    assert seconds(CHAIN, hidden, ["gpu", "cpu", "gpu"]) == pytest.approx(0.01 + 1 + 0.1 + 5 + 0.2 + 1)
+    slow = (2.0, 0.0, 0.5)  # first launch 2, then crossing and second launch 2.5 before the CPU starts
+    exposed = costs_of([9, 5, 9], [1, 1, 1], host=slow)
+    assert seconds(CHAIN, exposed, ["gpu", "cpu", "gpu"]) == pytest.approx(2 + 2.5 + 5 + 0.2 + 1)
+    streams = costs_of([9, 9, 9], [1, 1, 1], link=[0.1] * 3, host=(1.0, 2.0, 0.0))
+    assert seconds(CHAIN, streams, ["stream"] * 3, ring_bytes=6) == pytest.approx(1 + 3 * 2 + 3)
 
 
 def test_independent_gpu_work_runs_beside_the_cpu() -> None:
