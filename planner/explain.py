@@ -133,6 +133,7 @@ def _memory_table(plan: Plan) -> Table:
     parts = (
         ("weights", vram.weights_bytes), ("context (KV cache)", vram.context_bytes),
         ("compute buffers", vram.compute_bytes), ("ring for streaming", vram.ring_bytes),
+        ("single experts", vram.experts_bytes),
         ("driver and kernels", vram.overhead_bytes), ("margin", vram.margin_bytes), ("idle", vram.idle_bytes),
     )  # fmt: skip
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, show_footer=True)
@@ -140,6 +141,8 @@ def _memory_table(plan: Plan) -> Table:
     table.add_column("MiB", f"{vram.budget_bytes / MIB:.0f}", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for name, size in parts:
+        if not size and name == "single experts":
+            continue
         share = size / vram.budget_bytes if vram.budget_bytes else 0.0
         table.add_row(
             name, f"{size / MIB:.0f}", Text("█" * round(share * 40), style="dim" if name == "idle" else "cyan")

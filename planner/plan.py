@@ -45,6 +45,20 @@ class VramBudget:
     overhead_bytes: int
     margin_bytes: int
     idle_bytes: int
+    experts_bytes: int = 0  # cached and streamed experts, see ExpertPolicy
+
+
+@dataclass(frozen=True)
+class ExpertPolicy:
+    """Host experts of decode class `cpu` are decoded one by one: from VRAM, streamed, or on the CPU at the same time.
+
+    The times of one expert choose how many to stream at first; the engine then measures them itself.
+    """
+
+    cache_bytes: int  # of experts that stay in VRAM; room for those of one layer that are streamed comes on top
+    cpu_seconds: float
+    link_seconds: float
+    link_latency_seconds: float  # of the GPU's share beyond its copies
 
 
 @dataclass(frozen=True)
@@ -83,5 +97,6 @@ class Plan:
     solver: SolverReport
     prediction: Prediction
     is_simulated: bool
+    experts: ExpertPolicy | None = None  # None: a layer's experts are computed together
     notes: tuple[str, ...] = ()
     schema_version: int = PLAN_SCHEMA_VERSION

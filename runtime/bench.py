@@ -18,6 +18,7 @@ from planner.units import format_size
 
 from .bench_worker import DepthTimes, Measured, Task, measure
 from .plain_settings import Candidate, Search, find_candidates
+from .report import describe_experts
 from .session import LoadSettings
 
 # History: 1 = first version.
@@ -151,6 +152,8 @@ def _bench_ablations(plan: Plan, task: Task, report: Report) -> tuple[Ablation, 
             ("all host weights on the CPU", in_one_class(plan, "cpu"), None),
             ("all host weights streamed", in_one_class(plan, "stream"), None),
         ]
+        if plan.experts is not None:
+            variants.append(("a layer's experts together", replace(plan, experts=None), None))
         for name, variant, option in variants:
             path = Path(folder) / "plan.json"
             write_record(path, variant)
@@ -164,7 +167,7 @@ def in_one_class(plan: Plan, host_class: WeightClass) -> Plan:
     placements = tuple(
         placement if placement.is_resident else replace(placement, decode=host_class) for placement in plan.placements
     )
-    return replace(plan, placements=placements)
+    return replace(plan, placements=placements, experts=None)
 
 
 def _joined(first: Measured, second: Measured) -> Measured:
@@ -232,6 +235,13 @@ def remarks(result: BenchResult) -> list[str]:
             f"link: {format_size(per_token)} per decoded token, "
             f"predicted {format_size(plan.prediction.decode_link_bytes_per_token)}"
         )
+        experts = (
+            measured.statistics.n_experts_resident,
+            measured.statistics.n_experts_streamed,
+            measured.statistics.n_experts_cpu,
+        )
+        if any(experts):
+            lines.append(f"experts: {describe_experts(*experts, measured.n_statistics_tokens)}")
         if measured.statistics.unpinned_bytes:
             lines.append(f"not pinned: {format_size(measured.statistics.unpinned_bytes)} of host memory, which is slow")
     if measured.gpu_busy_fraction is not None:

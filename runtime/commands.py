@@ -164,6 +164,7 @@ def complete(
         peak_vram_bytes=0,
         decode_cpu_seconds=counters.cpu_ns / 1e9,
         decode_wait_gpu_seconds=counters.wait_gpu_ns / 1e9,
+        decode_experts=(counters.n_experts_resident, counters.n_experts_streamed, counters.n_experts_cpu),
     )
 
 

@@ -114,14 +114,15 @@ class Engine:
         return "" if device == "sim" else self._ggml.pci_bus_id(device.upper())
 
     def accounted_vram_bytes(self, helper: Helper) -> int:
-        """Return the VRAM that llama.cpp and the ring hold: weights, KV cache and compute buffers."""
+        """Return the VRAM that llama.cpp, the ring and cached experts hold: weights, KV cache and compute buffers."""
         pinned_type = self._ggml.buffer_type_name(HOST_DEVICE)
         held = sum(
             row.model_bytes + row.context_bytes + row.compute_bytes
             for row in helper.memory_breakdown(self._context)
             if not row.is_host and row.buffer_type != pinned_type
         )
-        return held + helper.statistics().ring_bytes
+        counters = helper.statistics()
+        return held + counters.ring_bytes + counters.expert_bytes
 
     def choose(self, sampler: Sampler) -> int:
         """Return the token that `sampler` chooses to follow."""
@@ -237,8 +238,8 @@ class PlanEngine(Engine):
         self.helper = Helper(library.ats)
         host_names = set(placement.host_weight_names(plan.placements))
         self.helper.set_classes((p.name, p.decode, p.prefill) for p in plan.placements if p.name in host_names)
-        self.helper.set_option("ring_bytes", plan.vram.ring_bytes)
-        self.helper.set_option("prefill_min_tokens", plan.prefill_min_tokens)
+        for name, value in placement.device_options(plan).items():
+            self.helper.set_option(name, value)
         super().__init__(
             library, model_path, placement.load_settings(plan, n_context=n_context), on_progress=on_progress
         )

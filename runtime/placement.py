@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from planner.errors import DeviceError, MismatchError
-from planner.plan import Placement, Plan
+from planner.plan import ExpertPolicy, Placement, Plan
 
 from .bindings import WeightLocation
 from .library import HOST_DEVICE, HYBRID_DEVICE
@@ -38,6 +38,19 @@ def load_settings(plan: Plan, *, n_context: int | None = None) -> LoadSettings:
         devices=(HYBRID_DEVICE,),
         overrides=tuple(Override(pattern, HOST_DEVICE) for pattern in patterns),
     )
+
+
+def device_options(plan: Plan) -> dict[str, int]:
+    """Return the options of the hybrid device that the plan decides, as ats_set_option() takes them."""
+    experts = plan.experts or ExpertPolicy(0, 0.0, 0.0, 0.0)  # without times, experts are computed together
+    return {
+        "ring_bytes": plan.vram.ring_bytes,
+        "prefill_min_tokens": plan.prefill_min_tokens,
+        "expert_cache_bytes": experts.cache_bytes,
+        "expert_cpu_ns": round(experts.cpu_seconds * 1e9),
+        "expert_link_ns": round(experts.link_seconds * 1e9),
+        "expert_link_latency_ns": round(experts.link_latency_seconds * 1e9),
+    }
 
 
 def host_weight_names(placements: Sequence[Placement]) -> list[str]:

@@ -20,6 +20,7 @@ class RunFigures:
     decode_streamed_bytes: int
     decode_cpu_seconds: float
     decode_wait_gpu_seconds: float  # of the host, for results that the CPU needs
+    decode_experts: tuple[int, int, int] = (0, 0, 0)  # routed ones: found in VRAM, streamed, computed on the CPU
 
 
 def describe(figures: RunFigures, plan: Plan) -> list[str]:
@@ -41,6 +42,8 @@ def describe(figures: RunFigures, plan: Plan) -> list[str]:
             f"host       {figures.decode_cpu_seconds / figures.n_decoded * 1e3:.2f} ms computing and "
             f"{figures.decode_wait_gpu_seconds / figures.n_decoded * 1e3:.2f} ms waiting per decoded token",
         ]
+        if any(figures.decode_experts):
+            lines.append(f"experts    {describe_experts(*figures.decode_experts, figures.n_decoded)}")
     lines.append(
         f"peak VRAM  {format_size(figures.peak_vram_bytes)} of {format_size(plan.vram.budget_bytes)}; "
         f"predicted {format_size(predicted.peak_vram_bytes)}"
@@ -48,6 +51,13 @@ def describe(figures: RunFigures, plan: Plan) -> list[str]:
     if plan.is_simulated:
         lines.append("The device is simulated: these figures say nothing about a GPU.")
     return lines
+
+
+def describe_experts(n_resident: int, n_streamed: int, n_cpu: int, n_tokens: int) -> str:
+    """Return where routed experts were computed, per token, and how often the cache in VRAM had one."""
+    places = ((n_resident, "in VRAM"), (n_streamed, "streamed"), (n_cpu, "on the CPU"))
+    counts = ", ".join(f"{n / n_tokens:.1f} {place}" for n, place in places)
+    return f"{counts} per decoded token; hit rate {n_resident / (n_resident + n_streamed + n_cpu):.0%}"
 
 
 def _rate(n_tokens: int, seconds: float) -> str:

@@ -58,7 +58,7 @@ def hardware_differences(plan: Plan, hardware: Hardware) -> list[str]:
 def check_memory(plan: Plan, free_vram_bytes: int | None, available_host_bytes: int) -> None:
     """Raise DeviceError, naming the missing bytes, if the plan does not fit now. None: the device does not tell."""
     vram = plan.vram
-    needed = vram.weights_bytes + vram.context_bytes + vram.compute_bytes + vram.ring_bytes
+    needed = vram.weights_bytes + vram.context_bytes + vram.compute_bytes + vram.ring_bytes + vram.experts_bytes
     if free_vram_bytes is not None and needed > free_vram_bytes:
         raise DeviceError(
             f"The plan needs {format_size(needed)} of VRAM, {format_size(needed - free_vram_bytes)} more than is free.",
