@@ -9,7 +9,7 @@ from pathlib import Path
 from planner.gguf_model import read_model_info
 from planner.hardware import Cpu, Gpu, Hardware, Software
 from planner.measurements import WeightUse
-from planner.plan import Placement, Plan, Prediction, SolverReport, VramBudget, WeightClass
+from planner.plan import ExpertPolicy, Placement, Plan, Prediction, SolverReport, VramBudget, WeightClass
 from planner.workload import Workload
 
 MATMULS = ("MUL_MAT", "MUL_MAT_ID")
@@ -26,6 +26,7 @@ def plan_for(
     prefill_min_tokens: int = 8,
     flash_attention: bool = True,
     software: Software | None = None,
+    experts: ExpertPolicy | None = None,
 ) -> Plan:
     """Return a plan whose figures are all zero, except those that decide what is executed."""
     return Plan(
@@ -40,6 +41,7 @@ def plan_for(
         solver=SolverReport("paper", "optimal", 0.0, 0.0, 0.0),
         prediction=Prediction(0.0, 0.0, 0, 0, 0, 0.0, 0.0, 0.0),
         is_simulated=True,
+        experts=experts,
     )
 
 

@@ -1,0 +1,162 @@
+"""Experts decoded one by one give plain llama.cpp's logits, bit for bit on the simulated device, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from planner.measurements import WeightUse
+from planner.plan import ExpertPolicy, Placement
+from profiler import synthetic_architectures
+from profiler.synthetic_model import write_synthetic_model
+from profiler.synthetic_transformer import Builder
+from runtime.bindings import Statistics
+from runtime.engine import Engine, PlanEngine
+from runtime.inspect_model import inspect_model
+from runtime.library import Library, load
+from runtime.report import describe_experts
+from runtime.session import LoadSettings
+from tests.native.engine_plans import plan_for, random_placements
+
+# deepseek2: shared experts and one dense layer; gpt-oss: biases, so that only single products are recognised;
+# qwen2moe: a gated shared expert; fused: gate and up are one tensor.
+MODELS = ("qwen3moe", "mixtral", "gpt-oss", "deepseek2", "qwen2moe", "fused")
+N_USED = {"mixtral": 2}  # of all others 4
+PROMPT = [int(token) for token in np.random.default_rng(1).integers(0, 1000, size=64)]
+DECODED = [5, 77, 99, 42, 42, 42]  # the same token again and again is routed to the same experts
+BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 1, 1)
+SETTINGS = LoadSettings(n_context=256, n_ubatch=64, n_threads=1)
+
+
+@pytest.fixture(scope="module")
+def library(native_helper: Path) -> Library:
+    return load("sim")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    written = {name: write_synthetic_model(folder / f"{name}.gguf", f"{name}-tiny")[0] for name in MODELS[:-1]}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(synthetic_architectures, "expert_ffn", _fused_expert_ffn)
+        return written | {"fused": write_synthetic_model(folder / "fused.gguf", "deepseek2-tiny")[0]}
+
+
+def _fused_expert_ffn(builder: Builder, block: str, n_embd: int, n_ff: int, n_experts: int) -> None:
+    builder.router(f"{block}.ffn_gate_inp", n_embd, n_experts)
+    builder.matrix(f"{block}.ffn_gate_up_exps", n_embd, 2 * n_ff, n_experts)
+    builder.adding(f"{block}.ffn_down_exps", n_ff, n_embd, n_experts)
+
+
+@pytest.fixture(scope="module")
+def weights(library: Library, models: dict[str, Path]) -> dict[str, tuple[WeightUse, ...]]:
+    return {name: inspect_model(path, "sim", [256], [64]).weights_decode for name, path in models.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(library: Library, models: dict[str, Path]) -> dict[str, NDArray[np.float32]]:
+    rows = {name: logits_of(Engine(library, path, SETTINGS))[0] for name, path in models.items()}
+    assert all(np.isfinite(row).all() and row.std() > 0 for row in rows.values())
+    return rows
+
+
+def logits_of(engine: Engine) -> tuple[NDArray[np.float32], Statistics | None]:
+    """Return the logits after a prompt, decoded tokens, and small batches; and what happened while decoding."""
+    with engine:
+        engine.evaluate(PROMPT)
+        rows = [engine.logits()]
+        counters = None
+        if isinstance(engine, PlanEngine):
+            engine.statistics(reset=True)
+        for token in DECODED:
+            engine.evaluate([token])
+            rows.append(engine.logits())
+        if isinstance(engine, PlanEngine):
+            counters = engine.statistics()
+        for n_tokens in BATCHES:
+            engine.evaluate(PROMPT[:n_tokens])
+            rows.append(engine.logits())
+        return np.stack(rows), counters
+
+
+def experts_on_the_cpu(weights: Sequence[WeightUse]) -> list[Placement]:
+    return [
+        Placement(w.name, w.size_bytes, "cpu", "stream")
+        if w.op == "MUL_MAT_ID"
+        else Placement(w.name, w.size_bytes, *(("cpu", "cpu") if w.is_input else ("gpu", "gpu")))
+        for w in weights
+    ]
+
+
+def expert_bytes(weights: Sequence[WeightUse]) -> tuple[int, int]:
+    """Return the bytes of all experts, and of one expert's matrices."""
+    tensors = [weight for weight in weights if weight.op == "MUL_MAT_ID"]
+    n_layers = len({weight.name.split(".")[1] for weight in tensors})
+    total = sum(weight.size_bytes for weight in tensors)
+    return total, total // n_layers // tensors[0].shape[2]
+
+
+def forced(n_used: int, k: int, cache_bytes: int = 0) -> ExpertPolicy:
+    """Return times with which streaming `k` of `n_used` missing experts is best by far."""
+    return ExpertPolicy(
+        cache_bytes, cpu_seconds=max(k, 1e-9), link_seconds=max(n_used - k, 1e-9), link_latency_seconds=0.0
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cached", ["nothing", "a few", "everything"])
+def test_any_number_streamed_any_cache(
+    library: Library,
+    models: dict[str, Path],
+    weights: dict[str, tuple[WeightUse, ...]],
+    expected: dict[str, NDArray[np.float32]],
+    name: str,
+    cached: str,
+) -> None:
+    total, one = expert_bytes(weights[name])
+    cache_bytes = {"nothing": 0, "a few": 12 * one, "everything": total}[cached]
+    n_used = N_USED.get(name, 4)
+    for k in range(n_used + 1):
+        plan = plan_for(
+            models[name], experts_on_the_cpu(weights[name]), n_ubatch=64, experts=forced(n_used, k, cache_bytes)
+        )
+        rows, counters = logits_of(PlanEngine(library, models[name], plan))
+        np.testing.assert_array_equal(rows, expected[name], err_msg=f"k = {k}")
+        assert counters is not None
+        if name != "gpt-oss":  # whose products are blocks of their own
+            n_layers = total // one // next(w.shape[2] for w in weights[name] if w.op == "MUL_MAT_ID")
+            n_routed = n_layers * n_used * len(DECODED)
+            counts = (counters.n_experts_resident, counters.n_experts_streamed, counters.n_experts_cpu)
+            assert sum(counts) == n_routed
+            assert (counts[1] > 0) == (k > 0)
+            assert (counts[0] > 0) == (cache_bytes > 0 and k > 0)
+            if k == n_used:
+                assert counts[2] == 0
+                assert cached != "everything" or counts[0] > n_routed / 4  # half of the decoded tokens are the same
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_classes_of_the_other_weights(
+    library: Library,
+    models: dict[str, Path],
+    weights: dict[str, tuple[WeightUse, ...]],
+    expected: dict[str, NDArray[np.float32]],
+    name: str,
+) -> None:
+    _, one = expert_bytes(weights[name])
+    for seed in range(3):
+        plan = plan_for(
+            models[name], random_placements(weights[name], seed), n_ubatch=64, ring_bytes=seed * 2 * 1024**2,
+            experts=forced(4, 2, cache_bytes=seed * 8 * one),
+        )  # fmt: skip
+        rows, _ = logits_of(PlanEngine(library, models[name], plan))
+        np.testing.assert_array_equal(rows, expected[name], err_msg=f"seed {seed}")
+
+
+def test_the_counts_in_words() -> None:
+    text = describe_experts(300, 200, 500, 10)
+    assert text == "30.0 in VRAM, 20.0 streamed, 50.0 on the CPU per decoded token; hit rate 30%"
