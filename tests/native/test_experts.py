@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from planner.plan import ExpertPolicy, Placement
 from profiler import synthetic_architectures
 from profiler.synthetic_model import write_synthetic_model
 from profiler.synthetic_transformer import Builder
+from runtime import build
 from runtime.bindings import Statistics
 from runtime.engine import Engine, PlanEngine
 from runtime.inspect_model import inspect_model
@@ -160,3 +162,14 @@ def test_any_classes_of_the_other_weights(
 def test_the_counts_in_words() -> None:
     text = describe_experts(300, 200, 500, 10)
     assert text == "30.0 in VRAM, 20.0 streamed, 50.0 on the CPU per decoded token; hit rate 30%"
+
+
+def test_the_policy_of_the_cache(tmp_path: Path) -> None:
+    program = tmp_path / "expert_cache_test"
+    sources = [Path(__file__).with_name("expert_cache_test.cpp"), build.SOURCE_FOLDER / "expert_cache.cpp"]
+    sanitizers = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    compiler = build.find_compilers(build.find_llama()).cxx
+    command = [compiler, *build.CXX_FLAGS, "-Werror", *sanitizers, f"-I{build.SOURCE_FOLDER}", *map(str, sources)]
+    subprocess.run([*command, "-o", str(program)], check=True)
+    result = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "all passed\n"), result.stdout + result.stderr

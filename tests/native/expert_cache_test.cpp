@@ -1,0 +1,126 @@
+// The policy of the expert cache: counts fade, the least used one goes, and what is in use stays.
+#include "expert_cache.h"
+
+#include <cstdio>
+#include <cstdlib>
+
+static void check(bool ok, const char * what) {
+    if (!ok) {
+        printf("failed: %s\n", what);
+        exit(1);
+    }
+}
+
+// One layer of one token: uses the experts, and admits those that are missing. Returns the number of hits.
+static int route(ExpertCache & cache, int layer, const int * experts, int n) {
+    int hits = 0;
+    cache.begin_round();
+    for (int i = 0; i < n; i++) {
+        hits += cache.use({layer, experts[i]}) >= 0;
+    }
+    for (int i = 0; i < n; i++) {
+        if (cache.use({layer, experts[i]}) < 0) {
+            cache.admit({layer, experts[i]});
+        }
+    }
+    return hits;
+}
+
+static void test_slots_fill_before_anything_is_replaced() {
+    ExpertCache cache(3);
+    for (int expert = 0; expert < 3; expert++) {
+        cache.begin_round();
+        check(cache.use({0, expert}) == -1, "an empty cache holds nothing");
+        check(cache.admit({0, expert}) == expert, "empty slots are taken in order");
+    }
+    for (int expert = 0; expert < 3; expert++) {
+        cache.begin_round();
+        check(cache.use({0, expert}) == expert, "what was admitted is found");
+        check(cache.use({1, expert}) == -1, "layers are apart");
+    }
+}
+
+static void test_the_least_used_one_goes() {
+    ExpertCache cache(2);
+    const int   often[] = {0}, seldom[] = {1}, rival[] = {2};
+    route(cache, 0, often, 1);
+    route(cache, 0, seldom, 1);
+    for (int i = 0; i < 5; i++) {
+        check(route(cache, 0, often, 1) == 1, "a cached expert is a hit");
+    }
+    for (int i = 0; i < 3; i++) {
+        route(cache, 0, rival, 1);
+    }
+    check(route(cache, 0, rival, 1) == 1, "an expert used more often than the least used one replaces it");
+    check(route(cache, 0, often, 1) == 1, "the most used one stays");
+    check(route(cache, 0, seldom, 1) == 0, "the least used one is gone");
+}
+
+static void test_equals_do_not_replace_each_other() {
+    ExpertCache cache(1);
+    const int   a[] = {0}, b[] = {1};
+    route(cache, 0, a, 1);
+    route(cache, 0, b, 1);
+    check(route(cache, 0, a, 1) == 1, "as many uses are not enough to replace");
+}
+
+static void test_what_this_round_uses_stays() {
+    ExpertCache cache(1);
+    const int   a[] = {0}, b[] = {1};
+    route(cache, 0, a, 1);
+    for (int i = 0; i < 4; i++) {
+        cache.begin_round();
+        cache.use({0, 1}); // many uses of another, without copying it
+    }
+    cache.begin_round();
+    check(cache.use({0, 0}) == 0, "still there");
+    cache.use({0, 1});
+    check(cache.admit({0, 1}) == -1, "the slot is in use in this round");
+    check(route(cache, 0, b, 1) == 0, "not admitted in that round");
+    check(route(cache, 0, b, 1) == 1, "but in the next one");
+}
+
+static void test_old_uses_fade() {
+    ExpertCache cache(1);
+    const int   old[] = {0}, recent[] = {1};
+    for (int i = 0; i < 100; i++) {
+        route(cache, 0, old, 1);
+    }
+    const int idle = 400000; // rounds; many uses are worth e^-8 then
+    for (int i = 0; i < idle; i++) {
+        cache.begin_round();
+    }
+    route(cache, 0, recent, 1);
+    check(route(cache, 0, recent, 1) == 1, "one use now is worth more than a hundred long ago");
+}
+
+static void test_ageing_does_not_overflow() {
+    ExpertCache cache(2);
+    const int   a[] = {0}, b[] = {1};
+    route(cache, 0, a, 1);
+    route(cache, 0, b, 1);
+    const int n_rounds = 12000000; // the weight passes its limit
+    for (int i = 0; i < n_rounds; i++) {
+        cache.begin_round();
+    }
+    check(route(cache, 0, a, 1) == 1 && cache.score({0, 0}) > cache.score({0, 1}), "scores stay comparable");
+    check(cache.score({0, 0}) < 1e101, "scores stay finite");
+}
+
+static void test_no_slots() {
+    ExpertCache cache(0);
+    const int   a[] = {0};
+    check(route(cache, 0, a, 1) == 0 && route(cache, 0, a, 1) == 0, "no slots, no hits");
+}
+
+int main() {
+    test_slots_fill_before_anything_is_replaced();
+    test_the_least_used_one_goes();
+    test_equals_do_not_replace_each_other();
+    test_what_this_round_uses_stays();
+    test_old_uses_fade();
+    test_ageing_does_not_overflow();
+    test_no_slots();
+    printf("all passed\n");
+    return 0;
+}
