@@ -1,4 +1,4 @@
-"""The command `profile`. What it does is imported when it is called: --help must not load llama.cpp."""
+"""The commands `profile` and `doctor`. What they do is imported when called: --help must not load llama.cpp."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planner.workload import Workload
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+    """Add the commands to `app`."""
 
     @app.command()
     def profile(
@@ -40,3 +40,16 @@ def register(app: typer.Typer) -> None:
         profile_command(
             model, device, threads, n_context, n_ubatch, out=out, csv=csv, as_json=as_json, force=force
         )  # fmt: skip
+
+    @app.command()
+    def doctor(
+        model: Annotated[Path | None, typer.Argument(help="A GGUF file that should fit.", show_default=False)] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    ) -> None:
+        """Say what keeps plans from running here, or from running fast, and what to do about it.
+
+        Exit code: 0 all is well, 1 there are warnings, 2 no plan can run on a GPU here.
+        """
+        from .doctor import doctor_command
+
+        raise typer.Exit(doctor_command(model, as_json=as_json))

@@ -81,10 +81,10 @@ def machine_state(device: str) -> MachineState:
         "load_average": os.getloadavg()[0],
     }
     if device not in ("none", "sim"):
-        with _nvml_gpu(device) as (nvml, gpu, _):
+        with nvml_gpu(device) as (nvml, gpu, _):
             facts |= {
-                "driver": _text(nvml.nvmlSystemGetDriverVersion()),
-                "gpu_uuid": _text(nvml.nvmlDeviceGetUUID(gpu)),
+                "driver": as_text(nvml.nvmlSystemGetDriverVersion()),
+                "gpu_uuid": as_text(nvml.nvmlDeviceGetUUID(gpu)),
                 "gpu_memory_free_bytes": int(nvml.nvmlDeviceGetMemoryInfo(gpu).free),
                 "gpu_clock_mhz": _number(nvml, lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
                 "gpu_temperature_celsius": _number(
@@ -114,10 +114,10 @@ def detect_cpu(root: Path = _ROOT, affinity: frozenset[int] | None = None) -> Cp
 
 
 def _detect_gpu(device: str) -> Gpu:
-    with _nvml_gpu(device) as (nvml, gpu, board):
+    with nvml_gpu(device) as (nvml, gpu, board):
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(gpu)
         return Gpu(
-            name=_text(nvml.nvmlDeviceGetName(gpu)),
+            name=as_text(nvml.nvmlDeviceGetName(gpu)),
             memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(gpu).total),
             compute_capability=f"{major}.{minor}",
             pcie_generation=_number(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(board)),
@@ -142,7 +142,7 @@ def _uuid_of(device: str, uuids: tuple[str, ...]) -> str:
 
 
 @contextmanager
-def _nvml_gpu(device: str) -> Iterator[tuple[Any, Any, Any]]:
+def nvml_gpu(device: str) -> Iterator[tuple[Any, Any, Any]]:
     """Give NVML and its handles of `device` and of the board with the link: the same, but for a MIG instance.
 
     CUDA and NVML number GPUs differently, so it is found by UUID.
@@ -175,27 +175,27 @@ def _number(nvml: Any, ask: Callable[[], int]) -> int:
         return 0
 
 
-def _text(value: str | bytes) -> str:
+def as_text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _read(path: Path) -> str:
+def read_file(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:  # not on this kernel, or hidden by the container
         return ""
 
 
 def _cpuinfo(root: Path) -> dict[str, str]:
     """Return the first processor's lines."""
-    lines = _read(root / "proc/cpuinfo").split("\n\n")[0].splitlines()
+    lines = read_file(root / "proc/cpuinfo").split("\n\n")[0].splitlines()
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
 def _cpu_clock_mhz(root: Path) -> int:
     """Return the cores' mean clock now, or 0."""
     clocks = [
-        float(value) for value in re.findall(r"^cpu MHz\s*: ([\d.]+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+        float(value) for value in re.findall(r"^cpu MHz\s*: ([\d.]+)$", read_file(root / "proc/cpuinfo"), re.MULTILINE)
     ]
     return round(sum(clocks) / len(clocks)) if clocks else 0
 
@@ -204,8 +204,8 @@ def _physical_cores(root: Path, cpus: frozenset[int]) -> int:
     cores = set()
     for cpu in cpus:
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        core = _read(topology / "core_id").strip() or f"cpu {cpu}"
-        cores.add((_read(topology / "physical_package_id").strip(), core))
+        core = read_file(topology / "core_id").strip() or f"cpu {cpu}"
+        cores.add((read_file(topology / "physical_package_id").strip(), core))
     return len(cores)
 
 
@@ -214,25 +214,25 @@ def _last_level_cache_bytes(root: Path, cpus: frozenset[int]) -> int:
     sizes: dict[int, dict[str, int]] = {}
     for cpu in cpus:
         for cache in sorted((root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*")):
-            size = re.fullmatch(r"(\d+)([KM]?)", _read(cache / "size").strip())
-            level = _read(cache / "level").strip()
-            if size and level.isdigit() and _read(cache / "type").strip() != "Instruction":
-                sharers = _read(cache / "shared_cpu_list").strip() or f"cpu {cpu}"
+            size = re.fullmatch(r"(\d+)([KM]?)", read_file(cache / "size").strip())
+            level = read_file(cache / "level").strip()
+            if size and level.isdigit() and read_file(cache / "type").strip() != "Instruction":
+                sharers = read_file(cache / "shared_cpu_list").strip() or f"cpu {cpu}"
                 sizes.setdefault(int(level), {})[sharers] = int(size[1]) * {"K": KIB, "M": MIB, "": 1}[size[2]]
     return sum(sizes[max(sizes)].values()) if sizes else 0
 
 
 def _memory_total_bytes(root: Path) -> int:
-    match = re.search(r"^MemTotal:\s+(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
+    match = re.search(r"^MemTotal:\s+(\d+) kB$", read_file(root / "proc/meminfo"), re.MULTILINE)
     return int(match[1]) * KIB if match else 0
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
     """Yield the numbers of cores that the control groups allow, if they limit them."""
     for folder in _control_groups(root, "cpu"):
-        numbers = _read(folder / "cpu.max").split()
+        numbers = read_file(folder / "cpu.max").split()
         if not numbers:  # version 1
-            numbers = [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+            numbers = [read_file(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
         if all(number.isdigit() for number in numbers) and int(numbers[1]):  # else "max" or -1: no limit
             yield int(numbers[0]) / int(numbers[1])
 
@@ -240,7 +240,7 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 def _memory_limits(root: Path) -> Iterator[int]:
     for folder in _control_groups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            limit = _read(folder / name).strip()
+            limit = read_file(folder / name).strip()
             if limit.isdigit():
                 yield int(limit)
 
@@ -248,7 +248,7 @@ def _memory_limits(root: Path) -> Iterator[int]:
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's control group and of those around it, of versions 2 and 1."""
     mount = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_file(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue

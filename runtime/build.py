@@ -91,25 +91,36 @@ def native_helper(report: Report = lambda message: None, source_folder: Path = S
     ATSPLAN_NATIVE names a library built elsewhere, ATSPLAN_LLAMA_SDIST a downloaded llama_cpp_python-X.tar.gz.
     Raises AtsplanError without a compiler, network or a successful compilation.
     """
-    if prebuilt := os.environ.get("ATSPLAN_NATIVE"):
-        if not Path(prebuilt).is_file():
-            raise InvalidFileError(f"ATSPLAN_NATIVE names {prebuilt}, which is not a file.", "Unset it to build anew.")
-        return Path(prebuilt).resolve()
+    if found := built_helper(source_folder):
+        return found
     llama = find_llama()
-    has_cuda = llama.has_cuda and shutil.which("nvcc") is not None
     stamp = expected_stamp(llama, source_folder)
-    folder = cache_folder() / "native" / re.sub(r"\W+", "-", f"{stamp} {'cuda' if has_cuda else 'cpu'}")
-    library = folder / "libatsplan.so"
-    if _is_intact(library):
-        return library
+    library = _library_path(llama, stamp)
     with locked(cache_folder() / "native"):
         if not _is_intact(library):  # else another process has built it meanwhile
             compilers = find_compilers(llama)
             headers = llama_headers(llama, report)
             report("Building the native helper (once for this version) ...")
-            folder.mkdir(exist_ok=True)
+            library.parent.mkdir(exist_ok=True)
             _compile(compilers, llama, headers, source_folder, stamp, library, report)
     return library
+
+
+def built_helper(source_folder: Path = SOURCE_FOLDER) -> Path | None:
+    """Return the helper that is there already: the one that ATSPLAN_NATIVE names, or one built before. Else None."""
+    if prebuilt := os.environ.get("ATSPLAN_NATIVE"):
+        if not Path(prebuilt).is_file():
+            raise InvalidFileError(f"ATSPLAN_NATIVE names {prebuilt}, which is not a file.", "Unset it to build anew.")
+        return Path(prebuilt).resolve()
+    llama = find_llama()
+    library = _library_path(llama, expected_stamp(llama, source_folder))
+    return library if _is_intact(library) else None
+
+
+def _library_path(llama: Llama, stamp: str) -> Path:
+    has_cuda = llama.has_cuda and shutil.which("nvcc") is not None
+    folder = re.sub(r"\W+", "-", f"{stamp} {'cuda' if has_cuda else 'cpu'}")
+    return cache_folder() / "native" / folder / "libatsplan.so"
 
 
 def _compile(
