@@ -16,7 +16,7 @@ from planner.plan import Plan, WeightClass
 from planner.records import write_record
 from planner.units import format_size
 
-from .bench_worker import DepthTimes, Measured, Task, measure
+from .bench_worker import CUDA_GRAPHS, DepthTimes, Measured, Task, measure
 from .plain_settings import Candidate, Search, find_candidates
 from .report import describe_experts
 from .session import LoadSettings
@@ -24,7 +24,7 @@ from .session import LoadSettings
 # History: 1 = first version.
 BENCH_SCHEMA_VERSION = 1
 _N_TRIAL_TOKENS = 32  # decoded to find out which of llama.cpp's settings are worth measuring well
-_SWITCHES = ("prefetch", "zero_copy", "early_launch")  # options of the hybrid device that only cost time when off
+_SWITCHES = ("prefetch", "zero_copy", "early_launch", CUDA_GRAPHS)  # what only costs time when it is off
 
 Report = Callable[[str], None]
 

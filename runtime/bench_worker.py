@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -22,6 +23,7 @@ from .sampling import Sampler
 from .session import LoadSettings
 
 TIMEOUT_SECONDS = 3600
+CUDA_GRAPHS = "cuda_graphs"  # llama.cpp's own, switched off through its environment variable
 N_WARMUP_TOKENS = 8  # decoded before anything is timed: kernels are loaded and CUDA graphs captured
 
 
@@ -37,7 +39,7 @@ class Task:
     n_generate: int
     depths: tuple[int, ...]  # tokens in the context before the prompt
     n_repeat: int
-    switched_off: str | None = None  # an option of the hybrid device, such as "prefetch"
+    switched_off: str | None = None  # an option of the hybrid device, such as "prefetch", or "cuda_graphs"
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,15 @@ def measure(task: Task) -> Measured:
 def run_task(task: Task) -> Measured:
     """Run `task` in this process."""
     vram = VramMeter()
+    if task.switched_off == CUDA_GRAPHS:
+        os.environ["GGML_CUDA_DISABLE_GRAPHS"] = "1"
     library = load(task.device)
     started = time.perf_counter()
     path = Path(task.model_path)
     engine: Engine
     if task.plan_path is not None:
         engine = PlanEngine(library, path, read_record(task.plan_path, Plan))
-        if task.switched_off is not None:
+        if task.switched_off not in (None, CUDA_GRAPHS):
             engine.helper.set_option(task.switched_off, 0)
     elif task.settings is not None:
         engine = Engine(library, path, task.settings)

@@ -118,7 +118,8 @@ int ats_trace_weights(llama_context * context, uint32_t n_tokens, ats_weight_cal
             use.is_input       = node->op == GGML_OP_GET_ROWS && operand == node->src[0];
             use.node           = i;
             std::fill(std::begin(use.inputs), std::end(use.inputs), -1);
-            std::copy_n(inputs.begin(), std::min(inputs.size(), std::size(use.inputs)), use.inputs);
+            const size_t n_inputs = std::min(inputs.size(), std::size(use.inputs)); // the nearest ones, if there are more
+            std::copy(inputs.end() - static_cast<ptrdiff_t>(n_inputs), inputs.end(), use.inputs);
             callback(user, &use);
             if (is_matmul(node) || use.is_input) {
                 made.push_back(n_uses);
