@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from llama_cpp import llama_cpp
@@ -42,6 +42,7 @@ class Engine:
     ) -> None:
         """Load the model. Raises DeviceError, with everything freed, if memory or the file does not allow it."""
         self._ggml = Ggml(library.ggml)
+        self._device_types = {self._ggml.buffer_type_name(device) for device in settings.devices}
         self._log = CapturedLog()
         self._tokens: list[int] = []  # in the context, in order
         with ExitStack() as stack:
@@ -114,15 +115,12 @@ class Engine:
         return "" if device == "sim" else self._ggml.pci_bus_id(device.upper())
 
     def accounted_vram_bytes(self, helper: Helper) -> int:
-        """Return the VRAM that llama.cpp, the ring and cached experts hold: weights, KV cache and compute buffers."""
-        pinned_type = self._ggml.buffer_type_name(HOST_DEVICE)
-        held = sum(
+        """Return the VRAM that llama.cpp holds: weights, KV cache and compute buffers."""
+        return sum(
             row.model_bytes + row.context_bytes + row.compute_bytes
             for row in helper.memory_breakdown(self._context)
-            if not row.is_host and row.buffer_type != pinned_type
+            if row.buffer_type in self._device_types
         )
-        counters = helper.statistics()
-        return held + counters.ring_bytes + counters.expert_bytes
 
     def choose(self, sampler: Sampler) -> int:
         """Return the token that `sampler` chooses to follow."""
@@ -145,13 +143,7 @@ class Engine:
             self.evaluate([token])
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        data = text.encode(errors="surrogatepass")
-        n_max = len(data) + 8
-        tokens = (llama_cpp.llama_token * n_max)()
-        n = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, n_max, add_special, parse_special)
-        if n < 0:
-            raise AtsplanError("llama.cpp cannot tokenize the text.")
-        return list(tokens[:n])
+        return tokenize(self._vocab, text, add_special=add_special, parse_special=parse_special)
 
     def text_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
         """Yield text as tokens come. A character spread over tokens is yielded when it is complete."""
@@ -222,6 +214,17 @@ class Engine:
         return ""
 
 
+def tokenize(vocab: Any, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+    """Return the text's tokens. `vocab` is a llama_vocab *."""
+    data = text.encode(errors="surrogatepass")
+    n_max = len(data) + 8
+    tokens = (llama_cpp.llama_token * n_max)()
+    n = llama_cpp.llama_tokenize(vocab, data, len(data), tokens, n_max, add_special, parse_special)
+    if n < 0:
+        raise AtsplanError("llama.cpp cannot tokenize the text.")
+    return list(tokens[:n])
+
+
 class PlanEngine(Engine):
     """A model under a plan, on the hybrid device. One per process: the device's classes belong to the process."""
 
@@ -254,6 +257,11 @@ class PlanEngine(Engine):
 
     def statistics(self, *, reset: bool = False) -> Statistics:
         return self.helper.statistics(reset=reset)
+
+    def accounted_vram_bytes(self, helper: Helper) -> int:
+        """Return the VRAM that llama.cpp, the ring and cached experts hold."""
+        counters = helper.statistics()
+        return super().accounted_vram_bytes(helper) + counters.ring_bytes + counters.expert_bytes
 
     def _native_error(self) -> str:
         return self.helper.last_error

@@ -18,7 +18,7 @@ from planner.records import from_json
 
 from . import child
 from .bindings import BufferMemory, Ggml, Helper, TracedWeight
-from .library import HOST_DEVICE, HYBRID_DEVICE, load
+from .library import HYBRID_DEVICE, load
 from .session import LoadSettings, open_context, open_model
 
 TIMEOUT_SECONDS = 300
@@ -65,7 +65,7 @@ def _inspect(
 ) -> Inspection:
     library = load(device)
     ggml, helper = Ggml(library.ggml), Helper(library.ats)
-    pinned_type = ggml.buffer_type_name(HOST_DEVICE)
+    device_type = ggml.buffer_type_name(HYBRID_DEVICE)
 
     def settings(n_context: int, n_ubatch: int) -> LoadSettings:
         return LoadSettings(
@@ -83,9 +83,9 @@ def _inspect(
                 cases.append(
                     MemoryCase(
                         n_context, n_ubatch, type_k, type_v, flash_attention,
-                        context_bytes=sum(row.context_bytes for row in _on_device(rows, pinned_type)),
-                        compute_bytes=sum(row.compute_bytes for row in _on_device(rows, pinned_type)),
-                        host_compute_bytes=sum(row.compute_bytes for row in _on_host(rows, pinned_type)),
+                        context_bytes=sum(row.context_bytes for row in _on_device(rows, device_type)),
+                        compute_bytes=sum(row.compute_bytes for row in _on_device(rows, device_type)),
+                        host_compute_bytes=sum(row.compute_bytes for row in _on_host(rows, device_type)),
                     )
                 )  # fmt: skip
         largest = settings(max(n_contexts), max(n_ubatches))
@@ -96,17 +96,17 @@ def _inspect(
             weights_decode=_weight_uses(helper.trace_weights(context, 1), 1),
             weights_prefill=_weight_uses(helper.trace_weights(context, n_prefill_tokens), n_prefill_tokens),
             memory=tuple(cases),
-            device_weights_bytes=sum(row.model_bytes for row in _on_device(rows, pinned_type)),
-            host_weights_bytes=sum(row.model_bytes for row in _on_host(rows, pinned_type)),
+            device_weights_bytes=sum(row.model_bytes for row in _on_device(rows, device_type)),
+            host_weights_bytes=sum(row.model_bytes for row in _on_host(rows, device_type)),
         )
 
 
-def _on_host(rows: Sequence[BufferMemory], pinned_type: str) -> list[BufferMemory]:
-    return [row for row in rows if row.is_host or row.buffer_type == pinned_type]
+def _on_host(rows: Sequence[BufferMemory], device_type: str) -> list[BufferMemory]:
+    return [row for row in rows if row.buffer_type != device_type]
 
 
-def _on_device(rows: Sequence[BufferMemory], pinned_type: str) -> list[BufferMemory]:
-    return [row for row in rows if not row.is_host and row.buffer_type != pinned_type]
+def _on_device(rows: Sequence[BufferMemory], device_type: str) -> list[BufferMemory]:
+    return [row for row in rows if row.buffer_type == device_type]
 
 
 def _weight_uses(traced: Sequence[TracedWeight], n_tokens: int) -> tuple[WeightUse, ...]:

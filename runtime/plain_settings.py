@@ -82,6 +82,7 @@ def _find(search: Search) -> Candidates:
 def _fitted(search: Search, base: LoadSettings) -> list[Candidate]:
     library = load(search.device)
     ggml, helper = Ggml(library.ggml), Helper(library.ats)
+    device_type = ggml.buffer_type_name(search.device.upper())
     path = Path(search.model_path)
     n_layers = read_model_info(path).n_layers + 1  # the output counts as one
     ffn = [tensor.name for tensor in read_gguf(path).tensors if _FFN.search(tensor.name)]
@@ -90,8 +91,8 @@ def _fitted(search: Search, base: LoadSettings) -> list[Candidate]:
         accounting = replace(settings, no_alloc=True)
         with open_model(path, accounting, ggml) as model, open_context(model, accounting, ggml) as context:
             rows = helper.memory_breakdown(context)
-        held = [row.model_bytes + row.context_bytes + row.compute_bytes for row in rows if not row.is_host]
-        return sum(held) <= search.budget_bytes
+        held = (row for row in rows if row.buffer_type == device_type)
+        return sum(row.model_bytes + row.context_bytes + row.compute_bytes for row in held) <= search.budget_bytes
 
     def by_layers(n: int) -> LoadSettings:
         return replace(base, n_gpu_layers=n)

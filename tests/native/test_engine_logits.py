@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from planner.errors import DeviceError, MismatchError
 from planner.plan import Placement, WeightClass
 from profiler.synthetic_model import write_synthetic_model
+from runtime.bindings import Helper
 from runtime.engine import Engine, PlanEngine
 from runtime.inspect_model import Inspection, inspect_model
 from runtime.library import Library, load
@@ -231,3 +232,8 @@ def test_characters_split_over_tokens_are_joined(library: Library, smollm2: Path
     assert "".join(pieces) == text
     assert len(pieces) < len(tokens)
     assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_plain_llama_on_the_cpu_takes_no_vram(library: Library, smollm2: Path) -> None:
+    with Engine(library, smollm2, SETTINGS) as engine:
+        assert engine.accounted_vram_bytes(Helper(library.ats)) == 0
