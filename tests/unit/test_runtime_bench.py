@@ -134,7 +134,7 @@ def test_ablations_change_one_thing(monkeypatch: pytest.MonkeyPatch, plan: Plan)
     )  # fmt: skip
     planned = ["stream", "cpu", "gpu"]
     assert seen == [
-        ("prefetch", planned), ("zero_copy", planned), ("early_launch", planned),
+        ("prefetch", planned), ("zero_copy", planned), ("early_launch", planned), ("cuda_graphs", planned),
         (None, ["cpu", "cpu", "gpu"]), (None, ["stream", "stream", "gpu"]),
     ]  # fmt: skip
     assert "without zero copy: prefill 1024.0, decode 50.0 tokens/s" in bench.remarks(result)
