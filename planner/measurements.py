@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -133,6 +135,46 @@ class Contention:
 
 
 @dataclass(frozen=True)
+class ExpertTiming:
+    """Streaming `n_experts` experts at once: what copying them and handing them over adds to a plain crossing."""
+
+    matrix_bytes: tuple[int, ...]  # of one expert, in order of use
+    n_experts: int
+    seconds: Series
+
+
+@dataclass(frozen=True)
+class LayerRouting:
+    weight: str  # the name of the layer's first tensor of experts
+    counts: tuple[int, ...]  # how often each expert was used
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts the tokens of some text were routed to."""
+
+    n_tokens: int
+    layers: tuple[LayerRouting, ...]
+
+    @property
+    def entropy_fraction(self) -> float:
+        """Mean over layers of the entropy of the experts' shares, as a fraction of its maximum: 1 is uniform."""
+        return statistics.fmean(_entropy_fraction(layer.counts) for layer in self.layers)
+
+    @property
+    def top_tenth_fraction(self) -> float:
+        """Share of all uses that go to the most used tenth of all experts: 0.1 is uniform."""
+        counts = sorted((count for layer in self.layers for count in layer.counts), reverse=True)
+        return sum(counts[: math.ceil(len(counts) / 10)]) / max(1, sum(counts))
+
+
+def _entropy_fraction(counts: Sequence[int]) -> float:
+    total = sum(counts)
+    shares = [count / total for count in counts if count]
+    return -sum(share * math.log(share) for share in shares) / math.log(max(2, len(counts)))
+
+
+@dataclass(frozen=True)
 class MemoryCase:
     """llama.cpp's own accounting for one setting, with every layer offloaded. Bytes on the device, except `host_`."""
 
@@ -165,6 +207,8 @@ class Profile:
     memory: tuple[MemoryCase, ...]
     device_overhead_bytes: int  # driver context, kernels, scratch pools: used on the card beyond llama.cpp's accounting
     notes: tuple[str, ...] = field(default=())  # flagged series and other warnings
+    experts: tuple[ExpertTiming, ...] = ()
+    routing: Routing | None = None  # None: not measured, every expert is assumed to be used equally often
     schema_version: int = PROFILE_SCHEMA_VERSION
 
     @property

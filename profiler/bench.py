@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.gguf_model import GgufTensor, read_tensor_bytes
-from planner.measurements import Contention, HostTiming, Series, WeightUse
+from planner.measurements import Contention, ExpertTiming, HostTiming, Series, WeightUse
 from planner.units import MIB
 from runtime.bindings import Ggml, Helper, MatmulSpec
 from runtime.library import HYBRID_DEVICE, load
@@ -83,6 +83,17 @@ def host(device: str, kernel: Kernel, n_threads: int, cold_bytes: int, n_nodes: 
     spec = _matmul_spec(device, kernel, 1, cold_bytes)
     series = _helper(device).bench_host(n_threads, spec, n_nodes=n_nodes, n_warmup=2, n_samples=n_samples)
     return HostTiming(n_threads, *map(Series, series))
+
+
+def expert_copies(
+    device: str, matrix_bytes: tuple[int, ...], n_experts: int, cold_bytes: int, effort: Effort
+) -> ExpertTiming:
+    """Measure streaming `n_experts` experts at once."""
+    helper = _helper(device)
+    series = measure(
+        lambda n: helper.bench_experts(matrix_bytes, n_experts, cold_bytes=cold_bytes, n_warmup=1, n_samples=n), effort
+    )
+    return ExpertTiming(matrix_bytes, n_experts, series)
 
 
 def contention(

@@ -7,7 +7,8 @@ the opaque context pointer.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,9 @@ class _Contention(ctypes.Structure):
 
 _WeightCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_WeightUse))
 _MemoryCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_Memory))
+_RoutingCallback = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int32
+)
 _LocationCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_bool)
 
 _STRINGS = ctypes.POINTER(ctypes.c_char_p)
@@ -127,6 +131,14 @@ _HELPER_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
             ctypes.c_int32, ctypes.POINTER(_MatmulSpec), ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(_Contention),
         ],
     ),
+    "ats_bench_experts": (
+        ctypes.c_int,
+        [_INT64S, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, _INT64S],
+    ),
+    "ats_routing_create": (ctypes.c_void_p, []),
+    "ats_routing_free": (None, [ctypes.c_void_p]),
+    "ats_routing_eval": (ctypes.c_bool, [ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p]),
+    "ats_routing_read": (None, [ctypes.c_void_p, _RoutingCallback, ctypes.c_void_p]),
     "ats_bench_release": (ctypes.c_int, []),
     "ats_device_memory": (ctypes.c_int, [_INT64S, _INT64S]),
 }  # fmt: skip
@@ -390,6 +402,27 @@ class Helper:
         )
         return ContentionRates(**{name: getattr(rates, name) for name, *_ in _Contention._fields_})
 
+    def bench_experts(
+        self, matrix_bytes: Sequence[int], n_experts: int, *, cold_bytes: int, n_warmup: int, n_samples: int
+    ) -> tuple[float, ...]:
+        """Return seconds that streaming `n_experts` experts, of matrices of these sizes, adds to a crossing."""
+        sizes = (ctypes.c_int64 * len(matrix_bytes))(*matrix_bytes)
+        return self._samples(
+            n_samples,
+            lambda samples: self._library.ats_bench_experts(
+                sizes, len(matrix_bytes), n_experts, cold_bytes, n_warmup, n_samples, samples
+            ),
+        )
+
+    @contextmanager
+    def routing_counter(self) -> Iterator[RoutingCounter]:
+        """Yield a counter of routed experts, to open a context with."""
+        counter = RoutingCounter(self._library, self._library.ats_routing_create())
+        try:
+            yield counter
+        finally:
+            self._library.ats_routing_free(counter.pointer)
+
     def bench_release(self) -> None:
         """Free the copies of weights that the micro-benchmarks keep for their next call."""
         self._check(self._library.ats_bench_release())
@@ -408,6 +441,25 @@ class Helper:
     def _check(self, status: int) -> None:
         if status != 0:
             raise DeviceError(f"The native helper failed: {self.last_error}")
+
+
+@dataclass(frozen=True)
+class RoutingCounter:
+    """Counts the experts of every token that a context evaluates, which was opened with it."""
+
+    library: ctypes.CDLL
+    pointer: int
+
+    def counts(self) -> dict[str, tuple[int, ...]]:
+        """Return how often each expert was used, by the name of its layer's first tensor of experts."""
+        found: dict[str, tuple[int, ...]] = {}
+
+        @_RoutingCallback  # type: ignore[untyped-decorator]
+        def collect(_user: Any, weight: bytes, counts: Any, n_experts: int) -> None:
+            found[weight.decode()] = tuple(counts[:n_experts])
+
+        self.library.ats_routing_read(self.pointer, collect, None)
+        return found
 
 
 def _native_spec(spec: MatmulSpec) -> _MatmulSpec:

@@ -18,7 +18,7 @@ from llama_cpp import llama_cpp
 
 from planner.errors import AtsplanError, DeviceError, InvalidFileError
 
-from .bindings import Context, Ggml
+from .bindings import Context, Ggml, RoutingCounter
 
 Model = Any  # llama_model *, opaque
 OnProgress = Callable[[float], None]  # receives the loaded fraction
@@ -161,13 +161,22 @@ def open_model(
 
 
 @contextmanager
-def open_context(model: Model, settings: LoadSettings, ggml: Ggml) -> Iterator[Context]:
-    """Create a context for one sequence, which outputs the logits of one token per batch. Raises as `open_model`."""
+def open_context(
+    model: Model, settings: LoadSettings, ggml: Ggml, *, routing: RoutingCounter | None = None
+) -> Iterator[Context]:
+    """Create a context for one sequence, which outputs the logits of one token per batch. Raises as `open_model`.
+
+    With `routing`, every token can be output: llama.cpp computes only those in the last layer.
+    """
     parameters = llama_cpp.llama_context_default_params()
     parameters.n_ctx = settings.n_context
     parameters.n_batch = parameters.n_ubatch = settings.n_ubatch
     parameters.n_seq_max = 1
     parameters.n_outputs_max = 1  # saves n_vocab x n_ubatch floats of VRAM
+    if routing is not None:
+        parameters.n_outputs_max = settings.n_ubatch
+        parameters.cb_eval = ctypes.cast(routing.library.ats_routing_eval, type(parameters.cb_eval))
+        parameters.cb_eval_user_data = routing.pointer
     parameters.n_threads = parameters.n_threads_batch = settings.n_threads
     parameters.type_k = ggml.type_number(settings.type_k)
     parameters.type_v = ggml.type_number(settings.type_v)

@@ -101,6 +101,20 @@ ATS_EXPORT int ats_memory_breakdown(struct llama_context * context, ats_memory_c
 typedef void (*ats_location_callback)(void * user, const char * name, const char * buffer_type, bool is_host);
 ATS_EXPORT int ats_weight_locations(struct llama_context * context, ats_location_callback callback, void * user);
 
+// ---- routing -------------------------------------------------------------------------------------------------
+// Give ats_routing_eval as llama.cpp's cb_eval, with a counter as its user data, to a context on any device. Then every
+// evaluated token counts the experts that it is routed to, per layer.
+
+struct ggml_tensor;
+struct ats_routing;
+ATS_EXPORT struct ats_routing * ats_routing_create(void);
+ATS_EXPORT void                 ats_routing_free(struct ats_routing * routing);
+ATS_EXPORT bool                 ats_routing_eval(struct ggml_tensor * node, bool ask, void * routing);
+
+// Call back per layer: the name of its first tensor of experts, and how often each expert was used.
+typedef void (*ats_routing_callback)(void * user, const char * weight, const int64_t * counts, int32_t n_experts);
+ATS_EXPORT void ats_routing_read(const struct ats_routing * routing, ats_routing_callback callback, void * user);
+
 // ---- micro-benchmarks ----------------------------------------------------------------------------------------
 // `samples` receives n_samples durations of one operation. Device: "cpu" or the name of a ggml device, or "sim".
 
@@ -132,6 +146,11 @@ ATS_EXPORT int ats_bench_crossing(int32_t n_threads, int64_t activation_bytes, i
 // graph of n_nodes small nodes, queueing one streamed weight, and queueing a publish and a fetch. Three arrays.
 ATS_EXPORT int ats_bench_host(int32_t n_threads, const struct ats_matmul_spec * spec, int32_t n_nodes, int32_t n_warmup,
                               int32_t n_samples, int64_t * launch, int64_t * stream, int64_t * crossing);
+
+// Copying n_experts experts, of matrices with these sizes, to VRAM at once: what it adds to a plain crossing, from the
+// decision until the GPU can go on, through the engine's own path. From cold_bytes of distinct weights.
+ATS_EXPORT int ats_bench_experts(const int64_t * matrix_bytes, int32_t n_matrices, int32_t n_experts, int64_t cold_bytes,
+                                 int32_t n_warmup, int32_t n_samples, int64_t * samples);
 
 struct ats_contention { // bytes per second
     double cpu_alone, cpu_while_link_busy, link_alone, link_while_cpu_busy;
