@@ -1,4 +1,4 @@
-"""The commands `run` and `bench`. What they do is imported when they are called: --help must not load llama.cpp."""
+"""The commands `run`, `bench` and `export`. What they do is imported when called: --help must not load llama.cpp."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ Detect = Callable[[str], tuple[Hardware, Software]]  # for a device name; the pr
 
 class Against(StrEnum):
     LLAMA_CPP = "llama.cpp"
+
+
+class Target(StrEnum):
+    LLAMA_SERVER = "llama-server"
+    LLAMA_BENCH = "llama-bench"
+    PYTHON = "python"
 
 
 def register(app: typer.Typer, detect: Detect) -> None:
@@ -64,3 +70,20 @@ def register(app: typer.Typer, detect: Detect) -> None:
             n_prompt=n_prompt, n_generate=n_generate, depths_text=depths, n_repeat=n_repeat,
             against_plain=against is not None, ablate=ablate, json_path=json_path, anyway=anyway,
         )  # fmt: skip
+
+    @app.command()
+    def export(
+        plan_path: Annotated[Path, typer.Option("--plan", help="The plan to export.")],
+        target: Annotated[Target, typer.Option("--to", help="What is to run it.")],
+        model: Annotated[Path | None, typer.Option("--model", help="The GGUF file, if it has moved.")] = None,
+        static: Annotated[
+            bool, typer.Option("--static", help="Without atsplan's helper: only where weights live, no streaming.")
+        ] = False,
+    ) -> None:
+        """Print the command line or the code that runs a plan with stock programs of the same llama.cpp."""
+        from .export import export_plan
+
+        exported = export_plan(plan_path, target, model, static=static)
+        typer.echo(exported.text, nl=False)
+        for note in exported.notes:
+            typer.echo(f"Note: {note}", err=True)
