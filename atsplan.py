@@ -13,6 +13,7 @@ from planner.errors import AtsplanError
 from planner.hardware import Hardware, Software
 from profiler.cli import register as register_profiler
 from runtime.cli import register as register_runtime
+from runtime.supervise import supervise
 
 
 def detect(device: str) -> tuple[Hardware, Software]:
@@ -43,9 +44,18 @@ def root(context: typer.Context, version: bool = typer.Option(False, "--version"
 
 
 def main() -> None:
-    """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run the command line in a child process, which llama.cpp may end, and exit. ATSPLAN_DEBUG=1: in this one."""
     if os.environ.get("ATSPLAN_DEBUG"):
         sys.exit(app(standalone_mode=False))
+    try:
+        supervise()
+    except AtsplanError as error:
+        sys.exit(_fail(error.exit_code, f"Error: {error.message}", error.remedy))
+    run_command_line()
+
+
+def run_command_line() -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from planner.errors import DeviceError
-from runtime.session import last_problem
+from runtime.native_log import last_problem
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

@@ -16,7 +16,7 @@ from typing import Any
 from planner.errors import AtsplanError, DeviceError, InfeasibleError, InvalidFileError, MismatchError
 from planner.records import to_json
 
-from .session import last_problem
+from .native_log import last_problem
 
 _KNOWN_ERROR = 3  # the exit status of a child that prints its error as the answer
 _ERRORS = {

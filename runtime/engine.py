@@ -20,13 +20,13 @@ from planner.plan import Plan
 from . import placement
 from .bindings import Ggml, Helper, Statistics
 from .library import HOST_DEVICE, Library
+from .native_log import last_problem
 from .sampling import Sampler
 from .session import (
     CapturedLog,
     LoadSettings,
     OnProgress,
     deferred_interrupt,
-    last_problem,
     open_context,
     open_model,
 )

@@ -11,7 +11,8 @@ from planner.errors import AtsplanError, DeviceError, MismatchError
 
 from .bindings import API_VERSION, Ggml, Helper
 from .build import Report, expected_stamp, find_llama, native_helper
-from .session import CapturedLog, last_problem
+from .native_log import last_problem
+from .session import CapturedLog
 
 HYBRID_DEVICE = "ATS0"
 HOST_DEVICE = "ATSHOST"  # computes nothing; its buffer type is the pinned host memory

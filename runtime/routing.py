@@ -19,7 +19,8 @@ from . import child
 from .bindings import Context, Ggml, Helper
 from .engine import tokenize
 from .library import load
-from .session import CapturedLog, LoadSettings, last_problem, open_context, open_model
+from .native_log import last_problem
+from .session import CapturedLog, LoadSettings, open_context, open_model
 
 TIMEOUT_SECONDS = 7200
 MAX_TOKENS = 16384  # of the text; more changes the shares little and takes minutes on a CPU

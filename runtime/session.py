@@ -19,6 +19,7 @@ from llama_cpp import llama_cpp
 from planner.errors import AtsplanError, DeviceError, InvalidFileError
 
 from .bindings import Context, Ggml, RoutingCounter
+from .native_log import last_problem
 
 Model = Any  # llama_model *, opaque
 OnProgress = Callable[[float], None]  # receives the loaded fraction
@@ -102,21 +103,6 @@ def deferred_interrupt() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, previous)
     if signals:
         raise KeyboardInterrupt
-
-
-def last_problem(lines: Sequence[str]) -> str:
-    """Return the message among llama.cpp's log lines that says best what went wrong, or ""."""
-    told = [line.strip() for line in lines if line.strip()]
-    for pattern in (
-        r"GGML_ASSERT|ggml_abort",
-        r"out of memory|unable to allocate",
-        r"\berror\b.*: |\binvalid\b",
-        r"\bfailed\b",
-    ):
-        for line in reversed(told):
-            if re.search(pattern, line, re.IGNORECASE) and not re.search(r"failed to load model\b", line):
-                return re.sub(r"^(\S*: |error loading model: )+", "", line)
-    return told[-1] if told else ""
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def run_failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], in
         monkeypatch.setattr(atsplan, "app", app)
         monkeypatch.setattr(sys, "argv", ["atsplan"])
         with pytest.raises(SystemExit) as caught:
-            atsplan.main()
+            atsplan.run_command_line()
         assert isinstance(caught.value.code, int)
         return caught.value.code
 
@@ -60,7 +60,7 @@ def test_version_and_help() -> None:
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['atsplan', '--help']; import atsplan\n"
-        "try: atsplan.main()\n"
+        "try: atsplan.run_command_line()\n"
         "except SystemExit: pass\n"
         "heavy = {'numpy', 'pandas', 'ortools', 'llama_cpp', 'pynvml', 'gguf'} & set(sys.modules)\n"
         "print(sorted(heavy), file=sys.stderr)"
@@ -98,6 +98,7 @@ def test_debug_shows_the_traceback(
     run_failing: Callable[[BaseException], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATSPLAN_DEBUG", "1")
+    monkeypatch.setattr(atsplan, "run_command_line", atsplan.main)
     with pytest.raises(ZeroDivisionError):
         run_failing(ZeroDivisionError())
 

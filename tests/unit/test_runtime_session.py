@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from runtime.session import deferred_interrupt, last_problem
+from runtime.native_log import last_problem
+from runtime.session import deferred_interrupt
 
 
 @pytest.mark.parametrize(
