@@ -62,7 +62,7 @@ def test_help_loads_nothing_heavy() -> None:
         "import sys; sys.argv = ['atsplan', '--help']; import atsplan\n"
         "try: atsplan.run_command_line()\n"
         "except SystemExit: pass\n"
-        "heavy = {'numpy', 'pandas', 'ortools', 'llama_cpp', 'pynvml', 'gguf'} & set(sys.modules)\n"
+        "heavy = {'pandas', 'ortools', 'llama_cpp', 'pynvml', 'gguf'} & set(sys.modules)\n"
         "print(sorted(heavy), file=sys.stderr)"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
