@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 from .errors import AtsplanError, MismatchError
+from .experts import find_experts
 from .measurements import Profile
 from .plan import Plan
-from .problem import build_graph, costs
+from .problem import build_graph, costs, find_units
 from .solve import plan_classes
 from .timeline import Timeline, simulate
 
@@ -22,7 +24,11 @@ def simulate_plan(profile: Profile, plan: Plan) -> Timeline:
         raise MismatchError("The profile is of another model than the plan.", "Give the plan's own profile.")
     graph = build_graph(profile.weights)
     decode = costs(profile, graph, 1, plan.workload.n_threads)
-    return simulate(graph, decode, plan_classes(profile, plan, "decode"), plan.vram.ring_bytes, with_events=True)
+    classes = plan_classes(profile, plan, "decode")
+    experts = find_experts(profile, find_units(profile.weights), decode) if plan.experts else None
+    if plan.experts is not None and experts is not None:
+        decode = replace(decode, expert_steps=experts.steps(classes, plan.experts.cache_bytes))
+    return simulate(graph, decode, classes, plan.vram.ring_bytes, with_events=True)
 
 
 def write_png(path: Path, token: Timeline, title: str) -> None:

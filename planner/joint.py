@@ -3,15 +3,20 @@
 A Lagrangian relaxation of the two pipes, CPU and link, gives a proven lower bound and the worth of a byte of VRAM. An
 exact knapsack at that worth decides how many units of each kind are resident, for several ring sizes. Even patterns of
 the rest, and then small changes to the best of them, are judged by the simulator.
+
+A layer's experts in VRAM serve that layer only; the same bytes as a cache serve the most used experts of all layers.
+Both are tried, and mixtures: the cache takes what residents and ring leave.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from .experts import Experts
 from .knapsack import solve_placement
 from .patterns import UnitGroups, resident_patterns, stream_orders, take_turns
 from .plan import WeightClass
@@ -27,6 +32,7 @@ _N_SEARCHED = 2  # best candidates that are improved by small changes
 _MIN_RINGS = 3  # most promising ring sizes that are searched, and more for small models
 _RINGS_TIMES_UNITS = 500
 _COMMON = 0.1  # share of all bytes from which on a kind of unit is worth a ring
+_RESIDENT_SHARES = (0.0, 0.5)  # of the experts' layers that would fit: the rest of their VRAM becomes a cache
 _MAX_CHANGES = 600  # per candidate
 _SEARCHED_UNITS = 200_000  # likewise, times units; bounds the work the same way on every machine
 _PICOSECONDS = 1e12
@@ -44,11 +50,24 @@ class DecodeProblem:
     groups: UnitGroups
     available_bytes: int
     granule: int
+    experts: Experts | None = None  # None: a layer's experts are computed together
+
+    @cached_property
+    def costs_alone(self) -> Costs:
+        """The costs with experts split, none of them cached, as if every use were a step of its own."""
+        if self.experts is None:
+            return self.costs
+        cpu = list(self.costs.cpu)
+        for uses, step in self.experts.steps(["cpu"] * len(cpu), 0).items():
+            for use in uses:
+                cpu[use] = step.seconds / len(uses) / self.costs.cpu_slowdown  # which is in the step already
+        return replace(self.costs, cpu=tuple(cpu))
 
     @cached_property
     def cpu_seconds(self) -> tuple[float, ...]:
         """Per unit, on the CPU while the link is busy."""
-        return tuple(sum(self.costs.cpu[use] for use in unit.uses) * self.costs.cpu_slowdown for unit in self.units)
+        cpu = self.costs_alone.cpu
+        return tuple(sum(cpu[use] for use in unit.uses) * self.costs.cpu_slowdown for unit in self.units)
 
     @cached_property
     def crossing_seconds(self) -> tuple[float, ...]:
@@ -90,6 +109,11 @@ class DecodeProblem:
         """Per unit, the largest piece that its streaming needs in the ring at once."""
         return tuple(max(self.graph.ring_bytes[use] for use in unit.uses) for unit in self.units)
 
+    @cached_property
+    def split_units(self) -> frozenset[int]:
+        """Units whose experts are decoded one by one when they are on the CPU; streaming all of them never pays."""
+        return frozenset(block.unit for block in self.experts.blocks) if self.experts else frozenset()
+
     def is_terminal(self, unit: int) -> bool:
         return any(self.graph.is_terminal[use] for use in self.units[unit].uses)
 
@@ -125,7 +149,35 @@ class DecodeProblem:
         return expanded
 
     def simulate(self, classes: Sequence[WeightClass], ring_bytes: int, *, is_rough: bool = False) -> Timeline:
-        return simulate(self.graph, self.costs, self.expand(classes), ring_bytes, is_rough=is_rough)
+        costs, expanded = self.costs, self.expand(classes)
+        if self.experts is not None:
+            steps = self.experts.steps(expanded, self.cache_bytes(classes, ring_bytes) or 0)
+            costs = replace(costs, expert_steps=steps)
+        return simulate(self.graph, costs, expanded, ring_bytes, is_rough=is_rough)
+
+    def room_bytes(self, classes: Sequence[WeightClass]) -> int:
+        """Return the VRAM left for a ring and for cached experts."""
+        room = self.available_bytes - self.vram_bytes(classes)
+        return room - self.experts.vram_bytes(self._split_blocks(classes), 0) if self.experts else room
+
+    def cache_bytes(self, classes: Sequence[WeightClass], ring_bytes: int) -> int | None:
+        """Return what cached experts get beside residents and ring; None if none are decoded one by one."""
+        active = self._split_blocks(classes)
+        if self.experts is None or not active:
+            return None
+        return max(0, self.experts.cache_bytes(active, self.available_bytes - self.vram_bytes(classes) - ring_bytes))
+
+    def experts_bytes(self, classes: Sequence[WeightClass], ring_bytes: int) -> int:
+        """Return the VRAM that single experts take."""
+        cache_bytes = self.cache_bytes(classes, ring_bytes)
+        if self.experts is None or cache_bytes is None:
+            return 0
+        return self.experts.vram_bytes(self._split_blocks(classes), cache_bytes)
+
+    def _split_blocks(self, classes: Sequence[WeightClass]) -> list[int]:
+        if self.experts is None:
+            return []
+        return [i for i, block in enumerate(self.experts.blocks) if classes[block.unit] == "cpu"]
 
 
 @dataclass(frozen=True)
@@ -133,6 +185,7 @@ class Candidate:
     classes: tuple[WeightClass, ...]  # per unit
     ring_bytes: int
     seconds: float  # per token
+    cache_bytes: int | None = None  # of single experts; None: none are decoded one by one
 
 
 def lower_bound(problem: DecodeProblem) -> tuple[float, float]:
@@ -157,6 +210,7 @@ def lower_bound(problem: DecodeProblem) -> tuple[float, float]:
 
 def plain_hybrid(problem: DecodeProblem, ring_bytes: int) -> Candidate:
     """Return the best candidate that streams nothing while decoding; the ring is kept free for prompts."""
+    problem = replace(problem, experts=None)
     undisturbed = replace(problem, costs=replace(problem.costs, cpu_slowdown=1.0))
     counts = _resident_counts(undisturbed, 1.0, 1.0, ring_bytes)
     candidates = [
@@ -178,7 +232,7 @@ def solve_joint(problem: DecodeProblem, weight: float, total_seconds: TotalSecon
     found = [candidate for ring in rings[:n_rings] for candidate in _patterns(problem, weight, ring)]
     found.sort(key=total_seconds)
     improved = [_improve(problem, candidate) for candidate in found[:_N_SEARCHED]]
-    plain = [plain_hybrid(problem, ring) for ring in prompt_rings(problem)]
+    plain = [plain_hybrid(problem, ring) for ring in prompt_rings(replace(problem, experts=None))]
     return sorted([*improved, *found[_N_SEARCHED:], *plain], key=total_seconds)
 
 
@@ -193,14 +247,14 @@ def estimate(problem: DecodeProblem) -> float:
 def _first_guess(problem: DecodeProblem, weight: float, ring_bytes: int) -> Candidate:
     counts = _resident_counts(problem, weight, _CROSSING_WEIGHTS[-1], ring_bytes)
     residents = next(resident_patterns(problem.groups, counts))
-    streamed = take_turns(problem.graph, problem.costs, problem.unit_of, residents, ring_bytes, 1.0, _RING_RESERVES[1])
+    streamed = _turns(problem, residents, ring_bytes, 1.0, _RING_RESERVES[1])
     return _candidate(problem, _classes(problem, residents, streamed), ring_bytes)
 
 
 def ring_sizes(problem: DecodeProblem) -> list[int]:
     """Return ring sizes in bytes to try, the smallest first: small multiples of what common units need."""
     sizes = {int(n * size) for n in _RING_SLOTS for size in _common_sizes(problem)}
-    return sorted(size for size in sizes if size <= problem.available_bytes)
+    return sorted(size for size in sizes if size <= problem.room_bytes(["cpu"] * len(problem.units)))
 
 
 def prompt_rings(problem: DecodeProblem) -> list[int]:
@@ -227,9 +281,14 @@ def _relaxed(problem: DecodeProblem, weight: float, *, may_stream: bool = True) 
     """Return the Lagrangian's value: a lower bound on seconds per token for any weight in [0, 1]."""
     total = weight * problem.serial_seconds
     savings = []
-    for unit, cpu, link, gpu in zip(
-        problem.units, problem.cpu_seconds, problem.link_seconds, problem.serial_gpu_seconds, strict=True
+    for i, (unit, cpu, link, gpu) in enumerate(
+        zip(problem.units, problem.cpu_seconds, problem.link_seconds, problem.serial_gpu_seconds, strict=True)
     ):
+        if problem.experts is not None and i in problem.split_units:
+            single = problem.experts.relaxed(i, weight, may_stream=may_stream)
+            total += math.fsum(seconds for seconds, _ in single)
+            savings += single
+            continue
         on_gpu = weight * gpu
         host = min(weight * cpu, on_gpu + (1 - weight) * link) if may_stream else weight * cpu
         total += host
@@ -250,7 +309,7 @@ def _resident_counts(problem: DecodeProblem, weight: float, crossing_weight: flo
     is larger than the ring, the link comes to a halt: that time is lost as well.
     """
     link_rate = sum(unit.size_bytes for unit in problem.units) / sum(problem.link_seconds)
-    room_bytes = problem.available_bytes - ring_bytes
+    room_bytes = problem.room_bytes(["cpu"] * len(problem.units)) - ring_bytes
     by_kind = problem.groups.by_kind
     gains, sizes, items, worthwhile = [], [], [], []
     for k, kind in enumerate(by_kind):
@@ -258,7 +317,9 @@ def _resident_counts(problem: DecodeProblem, weight: float, crossing_weight: flo
         on_gpu = weight * problem.serial_gpu_seconds[unit]
         cpu = problem.cpu_seconds[unit]
         host = weight * cpu + (1 - weight) * max(0.0, cpu - ring_bytes / 2 / link_rate)
-        if problem.ring_bytes[unit] <= ring_bytes:
+        if unit in problem.split_units:
+            host = cpu  # both pipes are in use
+        elif problem.ring_bytes[unit] <= ring_bytes:
             host = min(host, on_gpu + (1 - weight) * problem.link_seconds[unit])
         host += crossing_weight * problem.crossing_seconds[unit]
         if host > on_gpu:
@@ -286,6 +347,14 @@ def _resident_counts(problem: DecodeProblem, weight: float, crossing_weight: flo
 def _patterns(problem: DecodeProblem, weight: float, ring_bytes: int) -> list[Candidate]:
     """Return the best candidates for one ring size among all ways to spread residents and to take turns on the host."""
     counts = [_resident_counts(problem, weight, factor, ring_bytes) for factor in _CROSSING_WEIGHTS]
+    if problem.split_units:
+        for share in _RESIDENT_SHARES:
+            counts.append(
+                [
+                    round(share * n) if k[0] in problem.split_units else n
+                    for n, k in zip(counts[0], problem.groups.by_kind, strict=True)
+                ]
+            )
     tried: dict[tuple[WeightClass, ...], float] = {}
     for residents in _distinct(chosen for c in counts for chosen in resident_patterns(problem.groups, c)):
         for streamed in _ways_to_stream(problem, residents, ring_bytes):
@@ -298,12 +367,21 @@ def _patterns(problem: DecodeProblem, weight: float, ring_bytes: int) -> list[Ca
 
 def _ways_to_stream(problem: DecodeProblem, residents: set[int], ring_bytes: int) -> Iterator[Collection[int]]:
     host = [unit for unit in range(len(problem.units)) if unit not in residents]
-    streamable = [unit for unit in host if problem.ring_bytes[unit] <= ring_bytes]
+    streamable = [u for u in host if problem.ring_bytes[u] <= ring_bytes and u not in problem.split_units]
     for order in stream_orders(problem.groups, streamable):
         yield order[: _balanced_length(problem, host, order)]
     for eagerness in _EAGERNESS:
         for reserve in _RING_RESERVES:
-            yield take_turns(problem.graph, problem.costs, problem.unit_of, residents, ring_bytes, eagerness, reserve)
+            yield _turns(problem, residents, ring_bytes, eagerness, reserve)
+
+
+def _turns(
+    problem: DecodeProblem, residents: set[int], ring_bytes: int, eagerness: float, reserve: float
+) -> Collection[int]:
+    return take_turns(
+        problem.graph, problem.costs_alone, problem.unit_of, residents, ring_bytes, eagerness, reserve,
+        problem.split_units,
+    )  # fmt: skip
 
 
 def _balanced_length(problem: DecodeProblem, host: Iterable[int], order: Sequence[int]) -> int:
@@ -322,29 +400,34 @@ def _balanced_length(problem: DecodeProblem, host: Iterable[int], order: Sequenc
 def _improve(problem: DecodeProblem, start: Candidate) -> Candidate:
     """Return the candidate after small random changes that the simulator approves.
 
-    The ring takes all VRAM left. It stays large enough for what it can stream now, if only in prompts.
+    The ring takes all VRAM left, unless experts can be cached there. It stays large enough for what it can stream now,
+    if only in prompts.
     """
+
+    def ring_of(classes: Sequence[WeightClass]) -> int:
+        room = problem.room_bytes(classes)
+        return room if problem.cache_bytes(classes, 0) is None else min(room, start.ring_bytes)
+
     largest = max((problem.ring_bytes[u] for u, cls in enumerate(start.classes) if cls != "gpu"), default=0)
     smallest_ring = min(start.ring_bytes, largest)
     generator = random.Random(0)  # the same plan every time
     classes = list(start.classes)
-    room = problem.available_bytes - problem.vram_bytes(classes)
-    best = problem.simulate(classes, room, is_rough=True).seconds
+    best = problem.simulate(classes, ring_of(classes), is_rough=True).seconds
     for _ in range(min(_MAX_CHANGES, _SEARCHED_UNITS // len(classes))):
         change = _small_change(problem, classes, generator)
         old = {unit: classes[unit] for unit in change}
-        if old == change:
+        if old == change or any(cls == "stream" and unit in problem.split_units for unit, cls in change.items()):
             continue
         _apply(classes, change)
-        room = problem.available_bytes - problem.vram_bytes(classes)
-        if room >= max(smallest_ring, problem.needed_ring_bytes(classes)):
-            seconds = problem.simulate(classes, room, is_rough=True).seconds
+        ring = ring_of(classes)
+        if ring >= max(smallest_ring, problem.needed_ring_bytes(classes)):
+            seconds = problem.simulate(classes, ring, is_rough=True).seconds
             if seconds < best:
                 best = seconds
                 continue
         _apply(classes, old)
-    room = problem.available_bytes - problem.vram_bytes(classes)
-    return min(start, _candidate(problem, tuple(classes), room), key=lambda candidate: candidate.seconds)
+    changed = _candidate(problem, tuple(classes), ring_of(classes))
+    return min(start, changed, key=lambda candidate: candidate.seconds)
 
 
 def _small_change(
@@ -389,7 +472,8 @@ def _classes(problem: DecodeProblem, residents: Collection[int], streamed: Itera
 
 
 def _candidate(problem: DecodeProblem, classes: tuple[WeightClass, ...], ring_bytes: int) -> Candidate:
-    return Candidate(classes, ring_bytes, problem.simulate(classes, ring_bytes).seconds)
+    seconds = problem.simulate(classes, ring_bytes).seconds
+    return Candidate(classes, ring_bytes, seconds, problem.cache_bytes(classes, ring_bytes))
 
 
 def _distinct(sets: Iterable[set[int]]) -> list[set[int]]:

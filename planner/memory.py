@@ -96,12 +96,14 @@ def available_bytes(fixed: FixedMemory, budget_bytes: int) -> int:
     return -missing
 
 
-def vram_budget(fixed: FixedMemory, budget_bytes: int, weights_bytes: int, ring_bytes: int) -> VramBudget:
+def vram_budget(
+    fixed: FixedMemory, budget_bytes: int, weights_bytes: int, ring_bytes: int, experts_bytes: int = 0
+) -> VramBudget:
     """Account for a finished placement with `weights_bytes` of decided weights in VRAM.
 
     Raises AtsplanError if it exceeds the budget: that is a mistake of the planner, and it must not be run.
     """
-    idle = available_bytes(fixed, budget_bytes) - weights_bytes - ring_bytes
+    idle = available_bytes(fixed, budget_bytes) - weights_bytes - ring_bytes - experts_bytes
     if idle < 0:
         raise AtsplanError(f"The placement exceeds the budget by {mib_ceil(-idle)} MiB. This is a bug in atsplan.")
     return VramBudget(
@@ -113,6 +115,7 @@ def vram_budget(fixed: FixedMemory, budget_bytes: int, weights_bytes: int, ring_
         overhead_bytes=fixed.overhead_bytes,
         margin_bytes=fixed.margin_bytes,
         idle_bytes=idle,
+        experts_bytes=experts_bytes,
     )
 
 

@@ -100,11 +100,12 @@ def take_turns(
     ring_bytes: int,
     eagerness: float,
     reserve: float,
+    kept: Set[int] = frozenset(),
 ) -> set[int]:
     """Return the host units to stream if each is streamed whenever its copy would have arrived by then.
 
     `unit_of` is the unit of every use, or -1. The link gains a lead while other work goes on, up to `reserve` of the
-    ring; a streamed unit spends it. `eagerness` above 1 streams more.
+    ring; a streamed unit spends it. `eagerness` above 1 streams more. The units `kept` stay on the CPU.
     """
     link_total = sum(costs.link)
     if not link_total:
@@ -120,7 +121,8 @@ def take_turns(
                 passed += costs.gpu[use]
             else:
                 needed = costs.link[use] / eagerness
-                if is_streamed.setdefault(unit, graph.ring_bytes[use] <= ring_bytes and lead >= needed):
+                fits = unit not in kept and graph.ring_bytes[use] <= ring_bytes
+                if is_streamed.setdefault(unit, fits and lead >= needed):
                     lead -= needed
                     passed += costs.gpu[use]
                 else:

@@ -82,6 +82,7 @@ class Prediction:
     decode_cpu_busy_seconds: float
     decode_gpu_busy_seconds: float
     decode_link_busy_seconds: float
+    decode_experts: tuple[float, float, float] = (0.0, 0.0, 0.0)  # routed per token: in VRAM, streamed, on the CPU
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from .errors import AtsplanError
@@ -27,6 +27,20 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class ExpertStep:
+    """What a token is expected to need where a layer's experts are computed one by one: all lanes start together."""
+
+    seconds: float  # until the last lane is done
+    cpu_seconds: float
+    link_seconds: float
+    gpu_seconds: float
+    link_bytes: float
+    n_resident: float  # routed experts by place
+    n_streamed: float
+    n_cpu: float
+
+
+@dataclass(frozen=True)
 class Costs:
     """Seconds per use of a weight (parallel to Profile.weights) for a batch of `n_tokens`, nothing else running.
 
@@ -46,6 +60,7 @@ class Costs:
     host_crossing: float  # likewise, queueing an activation's way down and up
     cpu_slowdown: float  # factor while the link is busy all the time
     link_slowdown: float  # factor while the CPU is busy all the time
+    expert_steps: Mapping[tuple[int, ...], ExpertStep] = field(default_factory=dict)  # by the uses of a CPU step
 
 
 @dataclass(frozen=True)
@@ -62,15 +77,11 @@ def find_units(weights: Sequence[WeightUse]) -> tuple[Unit, ...]:
     """Return the units to decide about, in order of first use."""
     granule = granule_bytes(weights)
     members: dict[object, list[int]] = {}
-    block_of: dict[int, object] = {}  # uses that belong to a layer's experts (biases too) -> its key
+    n_products = 0  # before every layer's experts comes at least its router
     for index, weight in enumerate(weights):
-        inherited = next((block_of[i] for i in weight.inputs if i in block_of), None)
-        if weight.op == "MUL_MAT_ID":
-            block_of[index] = inherited if inherited is not None else ("experts", weight.inputs)
-        elif weight.op == "ADD_ID" and inherited is not None:
-            block_of[index] = inherited
+        n_products += weight.op == "MUL_MAT"
         if is_decided(weight, granule):
-            key = block_of[index] if weight.op == "MUL_MAT_ID" else weight.name
+            key = n_products if weight.op == "MUL_MAT_ID" else weight.name
             members.setdefault(key, []).append(index)
     units = []
     for uses in members.values():
@@ -112,7 +123,7 @@ def costs(profile: Profile, graph: Graph, n_tokens: int, n_threads: int) -> Cost
 
     Raises AtsplanError naming what the profile lacks.
     """
-    kernels = _Kernels(profile)
+    kernels = Kernels(profile)
     weights = profile.weights
     matmuls = [weight.op in ("MUL_MAT", "MUL_MAT_ID") and not weight.is_input for weight in weights]
     tokens = [1 if last else n_tokens for last in graph.is_terminal]
@@ -171,7 +182,7 @@ def _resolve_inputs(weights: Sequence[WeightUse]) -> tuple[tuple[int, ...], ...]
     return tuple(resolved)
 
 
-class _Kernels:
+class Kernels:
     """Medians of the profile's kernels, found fast."""
 
     def __init__(self, profile: Profile) -> None:
@@ -186,7 +197,28 @@ class _Kernels:
         if n_tokens == 1:
             return low
         high = self._measured(weight, device, self._n_ubatch, n_threads)
-        return low + (high - low) * (n_tokens - 1) / max(1, self._n_ubatch - 1)
+        line = low + (high - low) * (n_tokens - 1) / max(1, self._n_ubatch - 1)
+        if not weight.n_experts_used:
+            return line
+        # A few tokens read nearly as many experts as they are routed to, long before they compute much.
+        n_experts = weight.shape[2]
+        n_touched = n_experts * (1 - (1 - weight.n_experts_used / n_experts) ** n_tokens)
+        return max(line, min(low * n_touched / weight.n_experts_used, high))
+
+    def expert_seconds(self, weight: WeightUse, n_threads: int) -> Curve:
+        """Return CPU seconds for one token as a function of the number of experts computed."""
+        points = [(0.0, 0.0)]
+        for (op, kind, shape, n, device, n_tokens, threads), seconds in self._medians.items():
+            if (op, kind, shape, device, n_tokens, threads) == (
+                weight.op,
+                weight.type,
+                weight.shape,
+                "cpu",
+                1,
+                n_threads,
+            ):
+                points.append((n, seconds))
+        return Curve(points)
 
     def _measured(self, weight: WeightUse, device: str, n_tokens: int, n_threads: int) -> float:
         key = (weight.op, weight.type, weight.shape, weight.n_experts_used, device, n_tokens, n_threads)

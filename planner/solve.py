@@ -9,6 +9,7 @@ from typing import Literal
 
 from .crosscheck import check_placement
 from .errors import AtsplanError, InfeasibleError
+from .experts import find_experts
 from .joint import Candidate, DecodeProblem, estimate, lower_bound, prompt_rings, solve_joint
 from .knapsack import solve_with_experts_last
 from .measurements import Profile, WeightUse
@@ -61,10 +62,11 @@ def solve(
     fixed = fixed_memory(profile, workload, margin_bytes)
     base = _decode_problem(profile, available_bytes(fixed, budget_bytes), profile.thread_counts[0])
     n_threads = workload.n_threads or _best_thread_count(profile, base)
-    problem = replace(base, costs=costs(profile, base.graph, 1, n_threads))
+    problem = _at_threads(profile, base, n_threads)
     prompt = PromptProblem(profile, problem.graph, problem.unit_of, n_threads)
 
     if objective == "paper":
+        problem = replace(problem, experts=None)
         solution, value, bound = _solve_static(problem, prompt, workload)
         is_optimal = True
     else:
@@ -76,9 +78,13 @@ def solve(
         notes.append(_cross_check(problem))
 
     candidate = solution.candidate
+    if candidate.cache_bytes is None:
+        problem = replace(problem, experts=None)
     decode = problem.expand(candidate.classes)
+    steps = problem.experts.steps(decode, candidate.cache_bytes or 0).values() if problem.experts else ()
     ring_bytes = candidate.ring_bytes if "stream" in (*decode, *solution.prefill) else 0
-    vram = vram_budget(fixed, budget_bytes, problem.vram_bytes(candidate.classes), ring_bytes)
+    experts_bytes = problem.experts_bytes(candidate.classes, candidate.ring_bytes)
+    vram = vram_budget(fixed, budget_bytes, problem.vram_bytes(candidate.classes), ring_bytes, experts_bytes)
     placements = _placements(profile.weights, decode, solution.prefill)
     timeline = problem.simulate(candidate.classes, candidate.ring_bytes)
     _check_host_memory(profile, placements)
@@ -105,14 +111,20 @@ def solve(
         prediction=Prediction(
             decode_seconds_per_token=timeline.seconds,
             prefill_seconds=solution.prompt_seconds,
-            decode_link_bytes_per_token=_streamed_bytes(profile, decode),
+            decode_link_bytes_per_token=_streamed_bytes(profile, decode) + round(sum(s.link_bytes for s in steps)),
             prefill_link_bytes_per_ubatch=_streamed_bytes(profile, solution.prefill),
             peak_vram_bytes=budget_bytes - vram.idle_bytes - vram.margin_bytes,
             decode_cpu_busy_seconds=timeline.cpu_busy_seconds,
             decode_gpu_busy_seconds=timeline.gpu_busy_seconds,
             decode_link_busy_seconds=timeline.link_busy_seconds,
+            decode_experts=(
+                sum(step.n_resident for step in steps),
+                sum(step.n_streamed for step in steps),
+                sum(step.n_cpu for step in steps),
+            ),
         ),
         is_simulated=profile.is_simulated,
+        experts=problem.experts.policy(decode, candidate.cache_bytes or 0) if problem.experts else None,
         notes=tuple(notes),
     )
 
@@ -180,11 +192,16 @@ def _decode_problem(profile: Profile, room_bytes: int, n_threads: int) -> Decode
     )
 
 
+def _at_threads(profile: Profile, base: DecodeProblem, n_threads: int) -> DecodeProblem:
+    decode = costs(profile, base.graph, 1, n_threads)
+    return replace(base, costs=decode, experts=find_experts(profile, base.units, decode))
+
+
 def _best_thread_count(profile: Profile, base: DecodeProblem) -> int:
     """Return the fastest; of equals, the one with the fewest threads."""
     if len(profile.thread_counts) == 1:
         return profile.thread_counts[0]
-    seconds = {n: estimate(replace(base, costs=costs(profile, base.graph, 1, n))) for n in profile.thread_counts}
+    seconds = {n: estimate(_at_threads(profile, base, n)) for n in profile.thread_counts}
     return min(seconds, key=lambda n: (seconds[n], n))
 
 
@@ -213,13 +230,18 @@ def _solve_joint(
 
     candidates = solve_joint(problem, weight, total_seconds)
     best = candidates[0]
-    plain = min((c for c in candidates if "stream" not in c.classes), key=total_seconds)
-    if "stream" in best.classes and total_seconds(plain) <= (1 + _WORTH_STREAMING) * total_seconds(best):
+    plain = min((c for c in candidates if _is_plain(c)), key=total_seconds)
+    if not _is_plain(best) and total_seconds(plain) <= (1 + _WORTH_STREAMING) * total_seconds(best):
         best = plain
     notes = []
-    if "stream" not in best.classes and "cpu" in best.classes:
+    if _is_plain(best) and "cpu" in best.classes:
         notes.append("Nothing better than plain llama.cpp was found: streaming does not pay while decoding here.")
     return _complete(problem, prompt, workload, best), bound, notes
+
+
+def _is_plain(candidate: Candidate) -> bool:
+    """Tell whether llama.cpp could decode so, too."""
+    return "stream" not in candidate.classes and candidate.cache_bytes is None
 
 
 def _solve_static(problem: DecodeProblem, prompt: PromptProblem, workload: Workload) -> tuple[_Solution, float, float]:

@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .plan import WeightClass
-from .problem import Costs, Graph
+from .problem import Costs, ExpertStep, Graph
 
 _MAX_ROUNDS = 8
 _STEADY = 1e-4  # relative difference of two rounds that counts as none
 
-_LAUNCH, _PUBLISH, _COMPUTE = range(3)
+_LAUNCH, _PUBLISH, _COMPUTE, _EXPERTS = range(4)
 # launch: (kind, GPU seconds, first stream, end of streams, hand-over seconds); publish: (kind, down seconds, 0, 0, 0);
-# compute: (kind, CPU seconds, up seconds, 0, seconds to hand over everything up to the next compute).
+# compute: (kind, CPU seconds, up seconds, 0, seconds to hand over everything up to the next compute);
+# experts: likewise, with the index of the expert step instead of 0.
 # Tuples, because a search runs through millions of them.
 _Operation = tuple[int, float, float, int, float]
 
@@ -60,12 +61,14 @@ def simulate(
 
     How much the CPU and the link slow each other down follows from how busy the other one turns out to be; a rough
     timeline takes both as always busy, which is nearly true of good plans and takes half the time.
+    Expert steps, where all lanes work at once, have that in their times already.
     """
     program = _Program(graph, costs, classes, ring_bytes)
     streams = program.streams
     blockers = ring_blockers([graph.ring_bytes[use] for use in streams], ring_bytes)
     alone_link = sum(costs.link[use] for use in streams)
     alone_cpu = sum(operation[1] for operation in program.operations if operation[0] == _COMPUTE)
+    experts = program.expert_steps
     # Assume first that both are always busy, then use the shares that this gives.
     link_share, cpu_share = (1.0 if streams else 0.0), (1.0 if alone_cpu else 0.0)
     both = bool(streams) and alone_cpu > 0 and not is_rough
@@ -74,9 +77,9 @@ def simulate(
         link_factor = 1.0 + (costs.link_slowdown - 1.0) * cpu_share
         lanes = _Lanes()
         copies = [costs.link[use] * link_factor for use in streams]
-        lengths = [lanes.run_round(program.operations, copies, blockers, cpu_factor)]
+        lengths = [lanes.run_round(program, copies, blockers, cpu_factor)]
         while len(lengths) < _MAX_ROUNDS:
-            lengths.append(lanes.run_round(program.operations, copies, blockers, cpu_factor))
+            lengths.append(lanes.run_round(program, copies, blockers, cpu_factor))
             if len(lengths) > 2 and abs(lengths[-1] - lengths[-2]) <= _STEADY * lengths[-1]:
                 break
         seconds = (lengths[-1] + lengths[-2]) / 2
@@ -87,14 +90,15 @@ def simulate(
         cpu_share = min(1.0, alone_cpu * cpu_factor / seconds)
     events: list[Event] = []
     if with_events:
-        lanes.run_round(program.operations, copies, blockers, cpu_factor, (program, events))
+        lanes.run_round(program, copies, blockers, cpu_factor, events)
     return Timeline(
         seconds=seconds,
         first_seconds=lengths[0],
-        gpu_busy_seconds=sum(operation[1] for operation in program.operations if operation[0] == _LAUNCH),
-        cpu_busy_seconds=alone_cpu * cpu_factor,
-        link_busy_seconds=alone_link * link_factor,
-        n_cpu_steps=sum(operation[0] == _COMPUTE for operation in program.operations),
+        gpu_busy_seconds=sum(operation[1] for operation in program.operations if operation[0] == _LAUNCH)
+        + sum(step.gpu_seconds for step in experts),
+        cpu_busy_seconds=alone_cpu * cpu_factor + sum(step.cpu_seconds for step in experts),
+        link_busy_seconds=alone_link * link_factor + sum(step.link_seconds for step in experts),
+        n_cpu_steps=sum(operation[0] >= _COMPUTE for operation in program.operations),
         events=tuple(events),
     )
 
@@ -136,6 +140,7 @@ class _Program:
     operations: list[_Operation] = field(default_factory=list)
     uses: list[tuple[int, ...]] = field(default_factory=list)  # of each operation
     streams: list[int] = field(default_factory=list)  # uses, in order
+    expert_steps: list[ExpertStep] = field(default_factory=list)  # in order
 
     def __post_init__(self) -> None:
         graph, costs, classes = self.graph, self.costs, self.classes
@@ -181,11 +186,11 @@ class _Program:
         """Move the hand-over time of operations that follow a CPU step to that step."""
         following = 0.0
         first = next(
-            (i for i, operation in enumerate(self.operations) if operation[0] == _COMPUTE), len(self.operations)
+            (i for i, operation in enumerate(self.operations) if operation[0] >= _COMPUTE), len(self.operations)
         )
         for index in range(len(self.operations) - 1, first - 1, -1):
             kind, seconds, extra, end_stream, handover = self.operations[index]
-            if kind == _COMPUTE:
+            if kind >= _COMPUTE:
                 handover += following
                 following = 0.0
             else:
@@ -208,8 +213,14 @@ class _Program:
 
     def _end_step(self, step: list[int]) -> None:
         self._end_launch()  # what does not depend on the step runs meanwhile
-        seconds = sum(self.costs.cpu[use] for use in step)
-        self._append((_COMPUTE, seconds, self.costs.up[step[-1]], 0, self.costs.host_crossing), tuple(step))
+        experts = self.costs.expert_steps.get(tuple(step)) if self.costs.expert_steps else None
+        up, handover = self.costs.up[step[-1]], self.costs.host_crossing
+        if experts is None:
+            self._append((_COMPUTE, sum(self.costs.cpu[use] for use in step), up, 0, handover), tuple(step))
+        else:
+            handover += self.costs.host_launch  # of the GPU's share
+            self._append((_EXPERTS, experts.cpu_seconds, up, len(self.expert_steps), handover), tuple(step))
+            self.expert_steps.append(experts)
 
     def _append(self, operation: _Operation, uses: tuple[int, ...]) -> None:
         self.operations.append(operation)
@@ -226,11 +237,11 @@ class _Lanes:
 
     def run_round(
         self,
-        operations: list[_Operation],
+        program: _Program,
         copies: list[float],
         blockers: list[int],
         cpu_factor: float,
-        recorder: tuple[_Program, list[Event]] | None = None,
+        events: list[Event] | None = None,
     ) -> float:
         """Run every operation once and return how long that took. A round starts when the one before has ended."""
         start = gpu = cpu = max(self._gpu, self._cpu)
@@ -238,7 +249,7 @@ class _Lanes:
         base = len(read)
         ready = 0.0
         handed_over = cpu  # when the operations up to the next compute were handed over
-        for index, (kind, seconds, extra, end_stream, handover) in enumerate(operations):
+        for index, (kind, seconds, extra, end_stream, handover) in enumerate(program.operations):
             if kind == _LAUNCH:
                 if handover:  # before the first CPU step
                     handed_over = cpu = cpu + handover
@@ -252,8 +263,8 @@ class _Lanes:
                         if launched[blocker] > begin:
                             begin = launched[blocker]
                     link = begin + copies[stream]
-                    if recorder:
-                        recorder[1].append(Event("link", (recorder[0].streams[stream],), begin - start, link - start))
+                    if events is not None:
+                        events.append(Event("link", (program.streams[stream],), begin - start, link - start))
                     # Within one launch no region is used twice, so the end of the launch is known below.
                     read.append(0.0)
                     launched.append(handed_over)
@@ -261,8 +272,8 @@ class _Lanes:
                     gpu = handed_over
                 if end_stream > first_stream and link > gpu:
                     gpu = link
-                if recorder:
-                    recorder[1].append(Event("gpu", recorder[0].uses[index], gpu - start, gpu + seconds - start))
+                if events is not None:
+                    events.append(Event("gpu", program.uses[index], gpu - start, gpu + seconds - start))
                 gpu += seconds
                 for stream in range(first_stream, end_stream):
                     read[base + stream] = gpu
@@ -271,10 +282,19 @@ class _Lanes:
             else:
                 handed_over = cpu + handover
                 begin = handed_over if handed_over > ready else ready
-                cpu = begin + seconds * cpu_factor
-                if recorder:
-                    recorder[1].append(Event("cpu", recorder[0].uses[index], begin - start, cpu - start))
-                if cpu + extra > gpu:
-                    gpu = cpu + extra
+                cpu = end = begin + seconds * (cpu_factor if kind == _COMPUTE else 1.0)
+                if events is not None:
+                    events.append(Event("cpu", program.uses[index], begin - start, cpu - start))
+                if kind == _EXPERTS:
+                    step = program.expert_steps[end_stream]
+                    end = begin + step.seconds
+                    begin = max(begin, link)
+                    link = begin + step.link_seconds
+                    if events is not None:
+                        uses = program.uses[index]
+                        events.append(Event("link", uses, begin - start, link - start))
+                        events.append(Event("gpu", uses, max(gpu, end - step.gpu_seconds) - start, end - start))
+                if end + extra > gpu:
+                    gpu = end + extra
         self._gpu, self._cpu, self._link = gpu, cpu, link
         return max(gpu, cpu) - start
