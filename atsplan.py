@@ -18,9 +18,9 @@ from runtime.supervise import supervise
 
 def detect(device: str) -> tuple[Hardware, Software]:
     """Return what is here. The profiler knows, and the runtime, which must not import it, asks through this."""
-    from profiler.detect import detect_hardware, detect_software
+    from profiler.detect import detect_hardware, detect_software, resolve_device
 
-    return detect_hardware(device), detect_software()
+    return detect_hardware(resolve_device(device) if device == "auto" else device), detect_software()
 
 
 app = typer.Typer(
@@ -31,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
 )
 register_profiler(app)
-register_planner(app)
+register_planner(app, lambda: detect("auto")[0])
 register_runtime(app, detect)
 
 

@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from . import cache
-from .errors import AtsplanError, InvalidFileError
+from . import cache, library
+from .errors import AtsplanError
 from .gguf_model import read_model_info
-from .measurements import Profile
+from .measurements import ModelInfo, Profile
 from .memory import DEFAULT_MARGIN_BYTES
 from .plan import Plan
+from .plans_cli import Here
+from .plans_cli import register as register_plans
 from .records import read_record, to_json, write_record
 from .units import parse_size
 from .workload import PRESETS, Workload
@@ -33,8 +35,9 @@ class ObjectiveChoice(StrEnum):
     paper = "paper"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
+def register(app: typer.Typer, here: Here | None = None) -> None:
+    """Add the commands to `app`. `here` tells what machine this is, for shared plans."""
+    register_plans(app, here)
 
     @app.command()
     def solve(
@@ -69,7 +72,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Place every tensor of a profiled model under a VRAM budget."""
         budget_bytes = parse_size(vram)
-        profile = find_source(source)
+        profile = find_source(source, here)
         workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate)
         plan, is_cached = solve_cached(profile, budget_bytes, workload, objective, check=check, force=force)
         write_record(out, plan)
@@ -95,7 +98,7 @@ def register(app: typer.Typer) -> None:
         from . import explain
 
         console = Console()
-        record = read_plan_or_profile(file)
+        record = library.read_plan_or_profile(file)
         if isinstance(record, Profile):
             if timeline or png:
                 raise AtsplanError("A profile has no timeline.", "Show a plan.")
@@ -105,7 +108,7 @@ def register(app: typer.Typer) -> None:
         if timeline or png:
             from .gantt import simulate_plan, write_png
 
-            profile = read_record(profile_file, Profile) if profile_file else find_profile_of(record)
+            profile = read_record(profile_file, Profile) if profile_file else find_profile_of(record, file)
             token = simulate_plan(profile, record)
             names = [weight.name for weight in profile.weights]
             console.print("", explain.timeline_view(token.events, names, token.seconds))
@@ -113,8 +116,8 @@ def register(app: typer.Typer) -> None:
                 write_png(png, token, f"{record.model.name}: one token")
 
 
-def find_source(source: Path | None) -> Profile:
-    """Return the profile that the argument means: the last one, a file, or the cached one of a model."""
+def find_source(source: Path | None, here: Here | None = None) -> Profile:
+    """Return the profile that the argument means: the last one, a file, or a model's from the cache or the library."""
     if source is None:
         profile = cache.last_profile()
         if profile is None:
@@ -123,10 +126,27 @@ def find_source(source: Path | None) -> Profile:
     if not is_gguf(source):
         return read_record(source, Profile)
     model = read_model_info(source)
-    profile = cache.find_profile(model.fingerprint)
-    if profile is None:
-        raise AtsplanError(f"{model.name} was not profiled yet.", f"Run: atsplan profile {source}")
-    return profile
+    return cache.find_profile(model.fingerprint) or find_shared_profile(model, source, here)
+
+
+def find_shared_profile(model: ModelInfo, path: Path, here: Here | None) -> Profile:
+    """Return the library's profile of the model on this very machine. Raises AtsplanError that names the nearest."""
+    remedy = f"Run: atsplan profile {path}"
+    if here is not None:
+        hardware = here()
+        found = library.nearest(
+            [entry for entry in library.profiles() if entry.record.model.fingerprint == model.fingerprint], hardware
+        )
+        if found:
+            different = library.differences(found[0].record.hardware, hardware)
+            if not different:
+                typer.echo(f"Using the shared profile {found[0].path}.", err=True)
+                return found[0].record
+            remedy += (
+                f". The nearest shared profile is of another machine ({'; '.join(different)}); to plan for that one: "
+                f"atsplan solve {found[0].path}"
+            )
+    raise AtsplanError(f"{model.name} was not profiled yet.", remedy)
 
 
 def is_gguf(path: Path) -> bool:
@@ -182,23 +202,8 @@ def solve_cached(
     return plan, False
 
 
-def read_plan_or_profile(path: Path) -> Plan | Profile:
-    """Return what the file holds. A broken file is reported as what it most resembles."""
-    try:
-        return read_record(path, Plan)
-    except InvalidFileError as not_a_plan:
-        try:
-            return read_record(path, Profile)
-        except InvalidFileError as not_a_profile:
-            looks_like_a_profile = "kernels" in str(not_a_profile) or "placements" in str(not_a_plan)
-            raise (not_a_profile if looks_like_a_profile else not_a_plan) from None
-
-
-def find_profile_of(plan: Plan) -> Profile:
-    profile = cache.find_profile(
-        plan.model.fingerprint, plan.hardware.fingerprint, n_ubatch=plan.workload.n_ubatch,
-        thread_counts=(plan.workload.n_threads,), is_simulated=plan.is_simulated,
-    )  # fmt: skip
+def find_profile_of(plan: Plan, plan_path: Path) -> Profile:
+    profile = library.find_profile_of(plan, plan_path)
     if profile is None:
         raise AtsplanError(
             "The timeline needs the profile that the plan was made from.", "Give it with --profile FILE."

@@ -29,7 +29,9 @@ def register(app: typer.Typer, detect: Detect) -> None:
 
     @app.command()
     def run(
-        plan_path: Annotated[Path, typer.Option("--plan", help="The plan to run.")],
+        plan_path: Annotated[
+            Path | None, typer.Option("--plan", help="The plan to run.", show_default="a shared one for this machine")
+        ] = None,
         prompt: Annotated[
             str | None, typer.Option("-p", "--prompt", help="Text to continue; without it, chat.")
         ] = None,

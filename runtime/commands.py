@@ -13,7 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from planner import library
 from planner.errors import AtsplanError, MismatchError
+from planner.gguf_model import read_model_info
 from planner.hardware import Hardware, Software
 from planner.plan import Plan
 from planner.records import read_record, write_record
@@ -34,7 +36,7 @@ from .session import OnProgress
 
 
 def run_plan(
-    plan_path: Path,
+    plan_path: Path | None,
     model: Path | None,
     detect: Detect,
     *,
@@ -46,6 +48,7 @@ def run_plan(
     anyway: bool,
 ) -> None:
     """Continue `prompt` on stdout, or chat if it is None. Raises AtsplanError; Ctrl-C leaves the text so far."""
+    plan_path = plan_path or find_shared_plan(model, detect)
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model)
     with (
@@ -89,6 +92,31 @@ def bench_plan(
         write_record(json_path, result)
     Console().print(table(result))
     _write("\n".join(remarks(result)) + "\n")
+
+
+def find_shared_plan(model: Path | None, detect: Detect) -> Path:
+    """Return the shared plan with the most VRAM for `model` on this very machine. Raises AtsplanError."""
+    if model is None:
+        raise AtsplanError("There is nothing to run.", "Name a plan with --plan, or a model with --model.")
+    info = read_model_info(model)
+    hardware, software = detect("auto")
+    entries = [entry for entry in library.plans() if entry.record.model.fingerprint == info.fingerprint]
+    fitting = [
+        entry
+        for entry in entries
+        if entry.record.hardware.fingerprint == hardware.fingerprint
+        and entry.record.software.llama_cpp_python == software.llama_cpp_python
+    ]
+    if fitting:
+        best = max(fitting, key=lambda entry: entry.record.vram.budget_bytes)
+        _say(f"Using the shared plan {best.path}.")
+        return best.path
+    remedy = f"Make one: atsplan profile {model}, then atsplan solve --vram 6G."
+    if entries:
+        closest = library.nearest(entries, hardware)[0]
+        different = library.differences(closest.record.hardware, hardware) or ["another llama-cpp-python"]
+        remedy += f" The nearest one is {closest.path}, made for another machine ({'; '.join(different)})."
+    raise AtsplanError(f"There is no shared plan for {info.name} on this machine.", remedy)
 
 
 def parse_depths(text: str) -> tuple[int, ...]:

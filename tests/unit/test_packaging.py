@@ -43,6 +43,8 @@ def test_wheel_has_the_packages_and_the_native_sources(tmp_path: Path) -> None:
         str(path.relative_to(ROOT)) for name in ("planner", "profiler", "runtime") for path in ROOT.glob(f"{name}/*.py")
     }
     assert {name for name in names if name.endswith(".py")} == modules | {"atsplan.py"}
+    plans = {str(path.relative_to(ROOT)) for path in (ROOT / "plans").rglob("*") if path.is_file()}
+    assert {name.removeprefix("planner/shipped_") for name in names if "shipped_plans" in name} == plans
     assert "atsplan = atsplan:main" in entry_points
     assert f"{dist_info}/licenses/LICENSE" in names
 

@@ -46,8 +46,8 @@ def budget(profile: Profile) -> str:
 
 @pytest.fixture
 def profile_file(profile: Profile, tmp_path: Path) -> str:
-    write_record(tmp_path / "profile.json", profile)
-    return str(tmp_path / "profile.json")
+    write_record(tmp_path / "measured.json", profile)
+    return str(tmp_path / "measured.json")
 
 
 def run(*arguments: str) -> str:

@@ -1,0 +1,113 @@
+"""The commands `plans list`, `find`, `add` and `check`: plans that people share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from . import library
+from .errors import AtsplanError
+from .gguf_model import read_model_info
+from .hardware import Hardware
+from .plan import Plan
+from .units import format_size
+
+Here = Callable[[], Hardware]  # tells what machine this is; the profiler knows how
+
+_REMEDY = "Profile and solve again; a plan's profile lies beside it, as profile.json."
+
+
+def register(app: typer.Typer, here: Here | None) -> None:
+    """Add the group `plans` to `app`."""
+    plans = typer.Typer(help="Plans that people share: the shipped ones, and those in your own folder.")
+    app.add_typer(plans, name="plans")
+
+    @plans.command("list")
+    def list_command() -> None:
+        """List all shared plans."""
+        entries = list(library.plans())
+        if entries:
+            Console().print(_table(entries))
+        n_profiles = sum(1 for _ in library.profiles())
+        where = " and ".join(map(str, library.folders()))
+        typer.echo(f"{len(entries)} plans and {n_profiles} profiles in {where}.")
+
+    @plans.command("find")
+    def find_command(
+        model: Annotated[str, typer.Argument(help="A GGUF file, or a part of a model's name.", show_default=False)],
+    ) -> None:
+        """Find plans for a model; those for the machines most similar to this one come first."""
+        entries = list(library.plans())
+        if Path(model).is_file():
+            fingerprint = read_model_info(model).fingerprint
+            entries = [entry for entry in entries if entry.record.model.fingerprint == fingerprint]
+        else:
+            entries = [entry for entry in entries if model.lower() in entry.record.model.name.lower()]
+        if not entries:
+            raise AtsplanError(f"There is no shared plan for {model}.", "Make one: atsplan profile MODEL.gguf")
+        hardware = here() if here else None
+        if hardware:
+            entries = library.nearest(entries, hardware)
+        Console().print(_table(entries))
+        for entry in entries:
+            different = library.differences(entry.record.hardware, hardware) if hardware else ()
+            typer.echo(f"{entry.path}: {'; '.join(different) or ('for this machine' if hardware else '')}")
+
+    @plans.command("add")
+    def add_command(
+        file: Annotated[Path, typer.Argument(help="A plan or a profile.", show_default=False)],
+        name: Annotated[str, typer.Option(help="Name of the file.", show_default="budget and context")] = "",
+    ) -> None:
+        """Copy a plan with its profile, or a profile, into your own folder, named as in the repository."""
+        from .library_check import check_file
+
+        problems = check_file(file)
+        if problems:
+            raise AtsplanError(f"{file}: {'; '.join(problems)}.", _REMEDY)
+        record = library.read_plan_or_profile(file)
+        if isinstance(record, Plan):
+            profile = library.find_profile_of(record, file)
+            assert profile is not None  # it was checked
+            typer.echo(library.add(profile))
+        typer.echo(library.add(record, name))
+
+    @plans.command("check")
+    def check_command(
+        file: Annotated[
+            Path | None, typer.Argument(help="A plan or a profile.", show_default="all shared ones")
+        ] = None,
+    ) -> None:
+        """Check that files load, that their parts add up, and that predictions follow from the profiles beside them."""
+        from .library_check import check_file
+
+        shared = {path.resolve() for folder in library.folders() for path in library.files(folder)}
+        n_bad = 0
+        chosen = [file] if file else sorted(shared)
+        for path in chosen:
+            problems = check_file(path, is_shared=path.resolve() in shared)
+            n_bad += bool(problems)
+            typer.echo(f"{path}: {'; '.join(problems) or 'ok'}")
+        if n_bad:
+            raise AtsplanError(f"{n_bad} of {len(chosen)} cannot be trusted.", _REMEDY)
+
+
+def _table(entries: Sequence[library.Entry[Plan]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for heading in ("model", "GPU", "CPU"):
+        table.add_column(heading)
+    for heading in ("VRAM", "context", "threads", "predicted"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for entry in entries:
+        plan = entry.record
+        gpu, seconds = plan.hardware.gpu, plan.prediction.decode_seconds_per_token
+        table.add_row(
+            plan.model.name, gpu.name if gpu else "none", plan.hardware.cpu.model, format_size(plan.vram.budget_bytes),
+            str(plan.workload.n_context), str(plan.workload.n_threads), f"{1 / seconds:.1f} t/s" if seconds else "-",
+        )  # fmt: skip
+    return table
