@@ -105,7 +105,7 @@ def build_graph(weights: Sequence[WeightUse]) -> Graph:
     for index, weight in enumerate(weights):
         # Between a product and its operand, an element-wise node (the activation between up and down) can run on the
         # CPU. Attention joins three results and changes their size.
-        elementwise = len(inputs[index]) <= 2
+        elementwise = len(_operands(weights, inputs[index], index)) <= 2
         for source in inputs[index]:
             is_terminal[source] = False
             if not elementwise or weights[source].output_bytes != weight.input_bytes:
@@ -182,6 +182,17 @@ def _resolve_inputs(weights: Sequence[WeightUse]) -> tuple[tuple[int, ...], ...]
     return tuple(resolved)
 
 
+def _operands(weights: Sequence[WeightUse], inputs: Sequence[int], index: int) -> list[int]:
+    """Return the inputs that are multiplied with. The results of a layer's own experts are; its routing is not."""
+    own = [
+        source
+        for source in inputs
+        if weights[index].op == weights[source].op == "MUL_MAT_ID"
+        and not any(weight.op == "MUL_MAT" for weight in weights[source:index])
+    ]
+    return own or list(inputs)
+
+
 class Kernels:
     """Medians of the profile's kernels, found fast."""
 
@@ -244,7 +255,8 @@ def _spread_glue(profile: Profile, graph: Graph, n_tokens: int) -> tuple[float, 
     places = []
     for index, weight in enumerate(profile.weights):
         follows_another = index > 0 and decided[index - 1] and graph.inputs[index] != graph.inputs[index - 1]
-        joins = follows_another and any(graph.leaves_cpu[source] for source in graph.inputs[index])
+        operands = _operands(profile.weights, graph.inputs[index], index)
+        joins = follows_another and any(graph.leaves_cpu[source] for source in operands)
         places.append(not weight.is_input and (joins or not decided[index]))
     share = total / max(1, sum(places))
     return tuple(share if place else 0.0 for place in places)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from planner.experts import find_blocks
 from planner.hardware import Cpu, Gpu, Hardware, MachineState, Software
 from planner.measurements import (
     Contention,
     CrossingTiming,
+    ExpertTiming,
     GlueTiming,
     HostTiming,
     KernelTiming,
@@ -19,6 +21,7 @@ from planner.measurements import (
     Series,
     WeightUse,
 )
+from planner.problem import find_units
 from planner.units import GIB, MIB
 
 BYTES_PER_BLOCK = {"q4_K": (144, 256), "q6_K": (210, 256), "f32": (4, 1), "f16": (2, 1)}
@@ -26,7 +29,7 @@ BYTES_PER_BLOCK = {"q4_K": (144, 256), "q6_K": (210, 256), "f32": (4, 1), "f16":
 
 @dataclass(frozen=True)
 class Shapes:
-    """A dense transformer. `q6_layers` of the value and down matrices are q6_K, as in Q4_K_M files."""
+    """A transformer. Value and down matrices of every other layer are q6_K, as in Q4_K_M files."""
 
     name: str
     n_layers: int
@@ -36,6 +39,8 @@ class Shapes:
     n_ff: int
     n_vocab: int
     tied: bool = False
+    n_experts: int = 0
+    n_experts_used: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,15 @@ class Machine:
     link_busy_rate: float = 54.9e9
     link_latency: float = 4e-6
     crossing: float = 25e-6
+    expert_latency: float = 15e-6
+    expert_rate: float = 50e9  # of copies by the GPU's own kernels
     overhead_bytes: int = 450 * MIB
 
 
 QWEN3_14B = Shapes("Qwen3-14B", 40, 5120, 5120, 1024, 17408, 151936)
 LLAMA2_70B = Shapes("Llama-2-70B", 80, 8192, 8192, 1024, 28672, 32000)
+QWEN3_30B = Shapes("Qwen3-30B-A3B", 48, 2048, 4096, 512, 768, 151936, n_experts=128, n_experts_used=8)
+MIXTRAL = Shapes("Mixtral-8x7B", 32, 4096, 4096, 1024, 14336, 32000, n_experts=8, n_experts_used=2)
 TINY = Shapes("Tiny", 2, 2048, 2048, 512, 4096, 8192)
 
 
@@ -75,8 +84,19 @@ def dense_weights(shapes: Shapes) -> tuple[WeightUse, ...]:
     def add(name: str, op: str, kind: str, shape: tuple[int, ...], inputs: Iterable[int], **extra: bool) -> int:
         n_out = shape[1] if op == "MUL_MAT" else shape[0]
         size = size_of(kind, shape)
-        nearest = tuple(sorted(inputs)[:8])
+        nearest = tuple(sorted(inputs)[-8:])
         weights.append(WeightUse(name, op, kind, shape, size, shape[0] * 4, n_out * 4, nearest, **extra))
+        return len(weights) - 1
+
+    def add_experts(layer: str, role: str, kind: str, n_in: int, n_out: int, inputs: Iterable[int]) -> int:
+        shape, n = (n_in, n_out, shapes.n_experts), shapes.n_experts_used
+        n_columns = n if role == "down" else 1
+        weights.append(
+            WeightUse(
+                f"{layer}ffn_{role}_exps.weight", "MUL_MAT_ID", kind, shape, size_of(kind, shape),
+                n_in * 4 * n_columns, n_out * 4 * n, tuple(sorted(inputs)[-8:]), n_experts_used=n,
+            )
+        )  # fmt: skip
         return len(weights) - 1
 
     s = shapes
@@ -90,6 +110,12 @@ def dense_weights(shapes: Shapes) -> tuple[WeightUse, ...]:
         v = add(p + "attn_v.weight", "MUL_MAT", finer, (s.n_embd, s.n_kv_dims), residual)
         residual = {*residual, add(p + "attn_output.weight", "MUL_MAT", "q4_K", (s.n_head_dims, s.n_embd), (q, k, v))}
         add(p + "ffn_norm.weight", "MUL", "f32", (s.n_embd,), residual)
+        if s.n_experts:
+            router = add(p + "ffn_gate_inp.weight", "MUL_MAT", "f32", (s.n_embd, s.n_experts), residual)
+            gate = add_experts(p, "gate", "q4_K", s.n_embd, s.n_ff, {*residual, router})
+            up = add_experts(p, "up", "q4_K", s.n_embd, s.n_ff, {*residual, router})
+            residual = {*residual, router, add_experts(p, "down", finer, s.n_ff, s.n_embd, (router, gate, up))}
+            continue
         gate = add(p + "ffn_gate.weight", "MUL_MAT", "q4_K", (s.n_embd, s.n_ff), residual)
         up = add(p + "ffn_up.weight", "MUL_MAT", "q4_K", (s.n_embd, s.n_ff), residual)
         residual = {*residual, add(p + "ffn_down.weight", "MUL_MAT", finer, (s.n_ff, s.n_embd), (gate, up))}
@@ -125,6 +151,10 @@ def profile_of(
             for threads, rate in machine.cpu_rates.items():
                 on_cpu = 5e-6 + max(touched / rate, flops / (rate * 20))
                 kernels.append(KernelTiming(*key, "cpu", tokens, threads, steady(on_cpu)))
+        for n in sorted({1, n_experts // 2} - {n_experts}) if n_experts else ():
+            for threads, rate in machine.cpu_rates.items():
+                on_cpu = steady(5e-6 + size * n / shape[2] / rate)
+                kernels.append(KernelTiming(op, kind, shape, n, "cpu", 1, threads, on_cpu))
     sizes = [1 << shift for shift in range(12, 29, 2)]
     compute = n_ubatch * (shapes.n_vocab + 8 * shapes.n_embd) * 4 // 2
     return Profile(
@@ -177,7 +207,16 @@ def profile_of(
             for context in sorted({512, n_context, 2 * n_context})
         ),
         device_overhead_bytes=machine.overhead_bytes,
+        experts=tuple(_expert_timings(weights, machine)),
     )
+
+
+def _expert_timings(weights: tuple[WeightUse, ...], machine: Machine) -> Iterable[ExpertTiming]:
+    blocks = {block.matrix_bytes: block for block in find_blocks(weights, find_units(weights))}
+    for sizes, block in blocks.items():
+        for n in sorted({1, block.n_used // 2, block.n_used} - {0}):
+            seconds = machine.expert_latency + n * sum(sizes) / machine.expert_rate
+            yield ExpertTiming(sizes, n, steady(seconds))
 
 
 def steady(seconds: float) -> Series:
