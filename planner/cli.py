@@ -1,4 +1,4 @@
-"""The commands `solve` and `show`."""
+"""The commands `solve`, `sweep` and `show`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from . import cache, library
-from .errors import AtsplanError
+from .errors import AtsplanError, InfeasibleError, MismatchError
 from .gguf_model import read_model_info
 from .measurements import ModelInfo, Profile
 from .memory import DEFAULT_MARGIN_BYTES
@@ -35,6 +35,28 @@ class ObjectiveChoice(StrEnum):
     paper = "paper"
 
 
+Source = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="MODEL|PROFILE", help="A GGUF file that was profiled, or a profile.", show_default="the last profile"
+    ),
+]
+HardwareFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--hardware", help="Plan for the machine of this profile of the model.", show_default="the profile's, here"
+    ),
+]
+NContext = Annotated[int | None, typer.Option("--ctx", min=1, help="Context in tokens.", show_default="the profile's")]
+NThreads = Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes the best of those measured.")]
+PresetOption = Annotated[
+    Preset | None, typer.Option("--workload", help="Typical request to optimise for.", show_default=DEFAULT_PRESET)
+]
+NPrompt = Annotated[int | None, typer.Option("--prompt-tokens", min=0, help="Tokens per prompt.")]
+NGenerate = Annotated[int | None, typer.Option("--generate-tokens", min=0, help="Tokens per answer.")]
+Objective = Annotated[ObjectiveChoice, typer.Option(help="joint: CPU, link and GPU together; paper: VRAM or CPU only.")]
+
+
 def register(app: typer.Typer, here: Here | None = None) -> None:
     """Add the commands to `app`. `here` tells what machine this is, for shared plans."""
     register_plans(app, here)
@@ -42,29 +64,14 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
     @app.command()
     def solve(
         vram: Annotated[str, typer.Option(help="VRAM budget: 6G, 6GiB or 6144M.")],
-        source: Annotated[
-            Path | None,
-            typer.Argument(
-                metavar="MODEL|PROFILE",
-                help="A GGUF file that was profiled, or a profile.",
-                show_default="the last profile",
-            ),
-        ] = None,
-        n_context: Annotated[
-            int | None, typer.Option("--ctx", min=1, help="Context in tokens.", show_default="the profile's")
-        ] = None,
-        n_threads: Annotated[
-            int, typer.Option("--threads", min=0, help="CPU threads; 0 takes the best of those measured.")
-        ] = 0,
-        preset: Annotated[
-            Preset | None,
-            typer.Option("--workload", help="Typical request to optimise for.", show_default=DEFAULT_PRESET),
-        ] = None,
-        n_prompt: Annotated[int | None, typer.Option("--prompt-tokens", min=0, help="Tokens per prompt.")] = None,
-        n_generate: Annotated[int | None, typer.Option("--generate-tokens", min=0, help="Tokens per answer.")] = None,
-        objective: Annotated[
-            ObjectiveChoice, typer.Option(help="joint: CPU, link and GPU together; paper: VRAM or CPU only.")
-        ] = ObjectiveChoice.joint,
+        source: Source = None,
+        hardware_file: HardwareFile = None,
+        n_context: NContext = None,
+        n_threads: NThreads = 0,
+        preset: PresetOption = None,
+        n_prompt: NPrompt = None,
+        n_generate: NGenerate = None,
+        objective: Objective = ObjectiveChoice.joint,
         check: Annotated[bool, typer.Option("--check", help="Solve the static problem with CP-SAT too.")] = False,
         out: Annotated[Path, typer.Option(help="Write the plan to this file.")] = Path("plan.json"),
         as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON instead of tables.")] = False,
@@ -72,7 +79,7 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
     ) -> None:
         """Place every tensor of a profiled model under a VRAM budget."""
         budget_bytes = parse_size(vram)
-        profile = find_source(source, here)
+        profile = find_source(source, here, hardware_file)
         workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate)
         plan, is_cached = solve_cached(profile, budget_bytes, workload, objective, check=check, force=force)
         write_record(out, plan)
@@ -84,6 +91,40 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
         console = Console()
         console.print(plan_view(plan))
         console.print(f"Written to {out}{' (from the cache)' if is_cached else ''}.", highlight=False, soft_wrap=True)
+
+    @app.command()
+    def sweep(
+        vram: Annotated[str, typer.Option(help="Range of VRAM budgets: 4G..24G.")],
+        source: Source = None,
+        hardware_file: HardwareFile = None,
+        n_steps: Annotated[int, typer.Option("--steps", min=2, max=200, help="Number of budgets.")] = 11,
+        png: Annotated[Path | None, typer.Option(help="Also draw tokens/s against VRAM into this PNG file.")] = None,
+        n_context: NContext = None,
+        n_threads: NThreads = 0,
+        preset: PresetOption = None,
+        n_prompt: NPrompt = None,
+        n_generate: NGenerate = None,
+        objective: Objective = ObjectiveChoice.joint,
+    ) -> None:
+        """Predict the speed for a range of VRAM budgets, also beyond the card at hand."""
+        from . import sweep as sweeping
+
+        budgets = sweeping.parse_range(vram, n_steps)
+        profile = sweeping.with_memory(find_source(source, here, hardware_file), budgets[-1])
+        workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate)
+        console = Console()
+        points = []
+        with console.status("Solving ..."):
+            for point in sweeping.sweep(budgets, lambda b: solve_cached(profile, b, workload, objective)[0]):
+                points.append(point)
+        if not any(point.plan for point in points):
+            raise InfeasibleError(points[-1].reason, "Sweep over larger budgets.")
+        console.print(sweeping.sweep_table(points))
+        if profile.is_simulated:
+            typer.echo("Made from simulated GPU timings: the speeds say nothing about a real GPU.")
+        if png:
+            gpu = profile.hardware.gpu.name if profile.hardware.gpu else ""
+            sweeping.write_sweep_png(png, points, f"{profile.model.name} on {gpu}, predicted")
 
     @app.command()
     def show(
@@ -116,13 +157,25 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
                 write_png(png, token, f"{record.model.name}: one token")
 
 
-def find_source(source: Path | None, here: Here | None = None) -> Profile:
-    """Return the profile that the argument means: the last one, a file, or a model's from the cache or the library."""
-    if source is None:
-        profile = cache.last_profile()
-        if profile is None:
-            raise AtsplanError("No model was profiled yet.", "Run: atsplan profile MODEL.gguf")
+def find_source(source: Path | None, here: Here | None = None, hardware_file: Path | None = None) -> Profile:
+    """Return the profile that the arguments mean: a file, the last one, or a model's from the cache or the library.
+
+    `hardware_file` is a profile measured on the machine to plan for. Raises AtsplanError.
+    """
+    if hardware_file is not None:
+        profile = read_record(hardware_file, Profile)
+        model = read_model_info(source) if source else profile.model
+        if model.fingerprint != profile.model.fingerprint:
+            raise MismatchError(
+                f"{hardware_file} is a profile of {profile.model.name}, not of {model.name}.",
+                "Speeds depend on the model: ask for a profile of this one.",
+            )
         return profile
+    if source is None:
+        last = cache.last_profile()
+        if last is None:
+            raise AtsplanError("No model was profiled yet.", "Run: atsplan profile MODEL.gguf")
+        return last
     if not is_gguf(source):
         return read_record(source, Profile)
     model = read_model_info(source)
