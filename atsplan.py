@@ -75,7 +75,8 @@ def run_command_line() -> None:
 
 
 def _fail(exit_code: int, *lines: str) -> int:
-    print(*filter(None, lines), sep="\n", file=sys.stderr)
+    for line in filter(None, lines):  # what strangers' files say must not steer the terminal
+        print("".join(letter if letter.isprintable() else "?" for letter in line), file=sys.stderr)
     return exit_code
 
 

@@ -291,6 +291,7 @@ class _Header:
 def _read_file(path: Path) -> GgufModel:
     """Read one file, shard or not."""
     try:
+        os.fspath(path).encode()  # what is not UTF-8 can be written neither to plans nor to the terminal
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # a pipe would block, a device never end
             raise InvalidFileError(f"{path} is not a file.", "Name a .gguf file.")
@@ -301,8 +302,8 @@ def _read_file(path: Path) -> GgufModel:
             tensors = _read_tensor_table(header, n_tensors, metadata, status.st_size)
     except OSError as error:
         raise _unreadable(path, error) from error
-    except ValueError as error:  # a NUL in the path
-        raise InvalidFileError(f"{str(path)!r} is not a path.", "Name a .gguf file.") from error
+    except ValueError as error:  # a NUL in the path, or bytes that are not UTF-8
+        raise InvalidFileError(f"{str(path)!a} is not a path.", "Give the file a name in UTF-8.") from error
     return GgufModel(MappingProxyType(metadata), tensors, (path,), status.st_size)
 
 

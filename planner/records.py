@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import secrets
 import stat
 from functools import lru_cache
@@ -20,6 +21,7 @@ Record = TypeVar("Record")
 
 MAX_FILE_BYTES = 64 * 1024**2  # a 70B model's profile takes about 2 MB; more is no profile
 MAX_INTEGER = 2**53  # larger ones do not survive other programs' JSON, and overflow the solvers
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a stranger's file must not steer the terminal
 MAX_SECONDS = 1e6  # a longer measurement is a wrong unit; a sum of them in nanoseconds would overflow
 
 
@@ -32,7 +34,7 @@ def _adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
 
 def to_json(record: object) -> str:
     """Return `record` (a dataclass instance) as JSON text. Raises AtsplanError if a reader would refuse it."""
-    problem = _find_bad_number(record, "")
+    problem = _find_bad_value(record, "")
     if problem:
         raise AtsplanError(f"Cannot write {type(record).__name__}: {problem}.")
     try:
@@ -58,7 +60,7 @@ def from_json(data: bytes, cls: type[Record], source: str) -> Record:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
         raise InvalidFileError(f"{source}: {_path(first['loc'])}: {first['msg']}.{more}") from error
-    problem = _find_bad_number(record, "")
+    problem = _find_bad_value(record, "")
     if problem:
         raise InvalidFileError(f"{source}: {problem}.")
     return record
@@ -134,24 +136,24 @@ def _check_schema_version(raw: dict[str, Any], cls: type[Any], source: str) -> N
         )
 
 
-def _find_bad_number(value: object, path: str) -> str:
-    """Return `path: problem` for the first number that no record can mean, or "". Only temperatures go below zero."""
+def _find_bad_value(value: object, path: str) -> str:
+    """Return `path: problem` for the first value that no record can mean, or "". Only temperatures go below zero."""
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             inner = f"{path}.{field.name}" if path else field.name
-            problem = _find_bad_number(getattr(value, field.name), inner)
+            problem = _find_bad_value(getattr(value, field.name), inner)
             if problem:
                 return problem
     elif isinstance(value, (tuple, list)):
         if not value and path.endswith("samples"):
             return f"{path}: at least one sample is needed"
         for index, item in enumerate(value):
-            problem = _find_bad_number(item, f"{path}.{index}")
+            problem = _find_bad_value(item, f"{path}.{index}")
             if problem:
                 return problem
     elif isinstance(value, dict):
         for key, item in value.items():
-            problem = _find_bad_number(item, f"{path}.{key}")
+            problem = _find_bad_value(item, f"{path}.{key}")
             if problem:
                 return problem
     elif isinstance(value, float):
@@ -159,6 +161,9 @@ def _find_bad_number(value: object, path: str) -> str:
             return f"{path}: {value} is not a finite number of at least 0"
         if value > MAX_SECONDS and (".samples." in path or path.endswith("seconds")):
             return f"{path}: {value:g} seconds cannot be right"
+    elif isinstance(value, str):
+        if _CONTROL_CHARACTERS.search(value):
+            return f"{path}: holds control characters"
     elif isinstance(value, int) and not path.endswith("_celsius") and not 0 <= value <= MAX_INTEGER:
         return f"{path}: must be between 0 and 2^53"
     return ""

@@ -48,9 +48,9 @@ class Engine:
         with ExitStack() as stack:
             self._model = stack.enter_context(open_model(model_path, settings, self._ggml, on_progress))
             self._context = stack.enter_context(open_context(self._model, settings, self._ggml))
-            self._batch = llama_cpp.llama_batch_init(settings.n_ubatch, 0, 1)
+            self._n_ubatch = int(llama_cpp.llama_n_ubatch(self._context))  # no more than the context holds
+            self._batch = llama_cpp.llama_batch_init(self._n_ubatch, 0, 1)
             stack.callback(llama_cpp.llama_batch_free, self._batch)
-            self._n_ubatch = settings.n_ubatch
             self._vocab = llama_cpp.llama_model_get_vocab(self._model)
             self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
             self.n_context = int(llama_cpp.llama_n_ctx(self._context))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import signal
 import threading
@@ -26,6 +27,10 @@ OnProgress = Callable[[float], None]  # receives the loaded fraction
 
 
 ALL_LAYERS = 9999  # more than any model has; llama.cpp takes what there is
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "iq4_nl", "q4_1", "q4_0")  # others crash its attention
+
+# llama.cpp takes 32-bit numbers as they come: it crashes on larger ones, and takes 0 for "as you like".
+_LIMITS = {"n_context": 2**31 - 1, "n_ubatch": 2**20, "n_threads": 512}
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,16 @@ class LoadSettings:
     use_mmap: bool = False  # with mmap, llama.cpp replaces pinned host buffers by pageable ones
     use_repacking: bool = False  # llama.cpp's own layouts for CPU weights: other kernels, other rounding
     no_alloc: bool = False  # account for memory without taking any, and read no weights
+
+    def __post_init__(self) -> None:
+        """Raise AtsplanError for what llama.cpp would not refuse but crash on."""
+        for name, limit in _LIMITS.items():
+            if not 1 <= getattr(self, name) <= limit:
+                raise AtsplanError(f"{name} is {getattr(self, name)}; llama.cpp takes 1 to {limit}.")
+        for name in (self.type_k, self.type_v):
+            if name not in CACHE_TYPES:
+                known = ", ".join(CACHE_TYPES)
+                raise AtsplanError(f"llama.cpp has no KV cache of the type '{name}'.", f"Use one of {known}.")
 
 
 class _BufferTypeOverride(ctypes.Structure):
@@ -109,7 +124,7 @@ def deferred_interrupt() -> Iterator[Callable[[], bool]]:
 def open_model(
     path: Path, settings: LoadSettings, ggml: Ggml, on_progress: OnProgress | None = None
 ) -> Iterator[Model]:
-    """Load the model and free it on exit. Raises DeviceError without memory, else InvalidFileError.
+    """Load the model and free it on exit. Raises DeviceError without memory, else InvalidFileError, also for encoders.
 
     KeyboardInterrupt while loading frees everything.
     """
@@ -135,12 +150,16 @@ def open_model(
 
         parameters.progress_callback = report
         llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), parameters)
         if model and is_interrupted():
             llama_cpp.llama_model_free(model)
     if not model:
         raise _failure(f"llama.cpp cannot load {path}", log)
     try:
+        if llama_cpp.llama_model_has_encoder(model):
+            raise InvalidFileError(
+                f"{path} is an encoder, or an encoder and a decoder.", "atsplan runs models that only continue text."
+            )
         yield model
     finally:
         llama_cpp.llama_model_free(model)
@@ -179,6 +198,11 @@ def open_context(
     if not context:
         raise _failure("llama.cpp cannot create a context", log)
     try:
+        if not llama_cpp.llama_get_memory(context):
+            raise InvalidFileError(
+                "The model keeps no context: it embeds text or fills it in.",
+                "atsplan runs models that continue text.",
+            )
         yield context
     finally:
         with CapturedLog(), deferred_interrupt():
@@ -187,6 +211,6 @@ def open_context(
 
 def _failure(what: str, log: Sequence[str]) -> AtsplanError:
     message = f"{what}: {last_problem(log) or 'it gave no reason'}"
-    if re.search(r"out of memory|unable to allocate|failed to allocate", "".join(log)):
+    if re.search(r"out of memory|unable to allocate|failed to allocate|bad_alloc", "".join(log)):
         return DeviceError(message, "Free memory on the device, or solve again with a smaller --vram or --ctx.")
     return InvalidFileError(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,13 +19,13 @@ from .placement import host_weight_names
 def find_model(plan: Plan, plan_path: Path, given: Path | None) -> Path:
     """Return the plan's model file: `given`, or next to the plan, here, or where it was profiled.
 
-    Raises MismatchError if the file is another model, InvalidFileError if there is none.
+    Raises MismatchError if the file is another model or lacks weights of the plan, InvalidFileError if there is none.
     """
-    remembered = model_path(plan.model.fingerprint)
-    candidates = [plan_path.parent / plan.model.file_name, Path(plan.model.file_name), *filter(None, [remembered])]
-    path = given or next((candidate for candidate in candidates if candidate.exists()), None)
+    name = os.path.basename(plan.model.file_name)  # a stranger's plan does not choose the folder
+    candidates = [plan_path.parent / name, Path(name), *filter(None, [model_path(plan.model.fingerprint)])]
+    path = given or next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
     if path is None:
-        raise InvalidFileError(f"The plan's model {plan.model.file_name} was not found.", "Name it with --model.")
+        raise InvalidFileError(f"The plan's model {name} was not found.", "Name it with --model.")
     model = read_gguf(path)
     found = model_info(model)
     if found.fingerprint != plan.model.fingerprint:
@@ -32,6 +33,13 @@ def find_model(plan: Plan, plan_path: Path, given: Path | None) -> Path:
             f"The plan is for {plan.model.name} ({plan.model.file_name}, fingerprint {plan.model.fingerprint}); "
             f"{path} is {found.name} with fingerprint {found.fingerprint}.",
             "Profile and solve this model, or name the plan's with --model.",
+        )
+    sizes = {tensor.name: tensor.size_bytes for tensor in model.tensors}
+    wrong = next((item for item in plan.placements if sizes.get(item.name) != item.size_bytes), None)
+    if wrong is not None:
+        raise MismatchError(
+            f"The plan places {wrong.name!r:.80} of {wrong.size_bytes} bytes, which {path} does not hold.",
+            "Profile and solve again.",
         )
     return model.paths[0]  # llama.cpp takes only the first shard
 

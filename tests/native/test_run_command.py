@@ -188,7 +188,7 @@ def unknown_cache_type(plan_path: Path, plan: Plan, smollm2: Path) -> str:
         (absent_gpu, "There is no cuda0 here"),
         (malformed_plan, "placements.17.decode"),
         (forgotten_weight, "no placement for"),
-        (unknown_cache_type, "no data type 'q9_9'"),
+        (unknown_cache_type, "no KV cache of the type 'q9_9'"),
     ],
 )
 def test_bad_input_is_one_clear_error(

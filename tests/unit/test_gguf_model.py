@@ -113,6 +113,13 @@ def test_model_info(written_by_gguf: Path) -> None:
     assert (info.n_layers, info.n_embd, info.n_context_train) == (2, 64, 128)
 
 
+def test_names_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"m\xff.gguf")
+    path.write_bytes(gguf_bytes(BASICS, [WEIGHT], bytes(68)))
+    with pytest.raises(InvalidFileError, match=r"m\\udcff\.gguf' is not a path. Give the file a name in UTF-8"):
+        read_gguf(path)
+
+
 def test_version_2_is_read(write) -> None:
     assert read_gguf(write(gguf_bytes(BASICS, [WEIGHT], bytes(68), version=2))).tensors[0].size_bytes == 68
 

@@ -73,6 +73,8 @@ def test_random_floats_survive(tmp_path: Path) -> None:
         (lambda raw: raw["solver"].update(value_seconds=float("inf")), "solver.value_seconds"),
         (lambda raw: raw.update(model=None), "model"),
         (lambda raw: raw.update(extra={}), "extra"),
+        (lambda raw: raw["model"].update(name="\x1b[2J"), "model.name"),
+        (lambda raw: raw["notes"].append("\x9b31m"), "notes.1"),
     ],
 )
 def test_bad_field_is_named(plan: Plan, change, path: str) -> None:  # type: ignore[no-untyped-def]

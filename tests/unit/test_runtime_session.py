@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 
+from planner.errors import AtsplanError
 from runtime.native_log import last_problem
-from runtime.session import deferred_interrupt
+from runtime.session import LoadSettings, deferred_interrupt
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,19 @@ from runtime.session import deferred_interrupt
 )
 def test_last_problem(lines: list[str], expected: str) -> None:
     assert last_problem(lines) == expected
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n_context": 0}, {"n_context": 2**32}, {"n_ubatch": 0}, {"n_ubatch": 2**31}, {"n_threads": 0},
+        {"n_threads": 2**16}, {"type_k": "i8"}, {"type_v": "q8_1"},
+    ],
+)  # fmt: skip
+def test_what_llama_cpp_would_crash_on_is_refused(wrong: dict[str, Any]) -> None:
+    (value,) = wrong.values()
+    with pytest.raises(AtsplanError, match=str(value)):
+        LoadSettings(**{"n_context": 512, "n_ubatch": 64, "n_threads": 1} | wrong)
 
 
 def test_an_interrupt_waits_for_the_end_of_the_block() -> None:

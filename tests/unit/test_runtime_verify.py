@@ -9,7 +9,7 @@ import pytest
 
 from planner import cache
 from planner.errors import DeviceError, InvalidFileError, MismatchError
-from planner.gguf_model import read_model_info
+from planner.gguf_model import read_gguf, read_model_info
 from planner.hardware import Software
 from planner.plan import Placement, Plan
 from profiler.synthetic_model import write_synthetic_model
@@ -21,7 +21,9 @@ SOFTWARE = Software("1", "0.3.36", "abc", False)
 
 @pytest.fixture
 def plan(smollm2: Path) -> Plan:
-    return plan_for(smollm2, [Placement("up", 3 << 20, "stream", "cpu"), Placement("down", 1 << 20, "gpu", "gpu")])
+    sizes = {tensor.name: tensor.size_bytes for tensor in read_gguf(smollm2).tensors}
+    names = ("blk.0.ffn_up.weight", "blk.0.ffn_down.weight")
+    return plan_for(smollm2, [Placement(name, sizes[name], "stream", "cpu") for name in names])
 
 
 def test_model_is_found_where_it_was_profiled(plan: Plan, smollm2: Path, tmp_path: Path) -> None:
@@ -37,7 +39,7 @@ def test_model_is_found_where_it_was_profiled(plan: Plan, smollm2: Path, tmp_pat
 
 def test_any_shard_names_the_model(plan: Plan, tmp_path: Path) -> None:
     first, second = write_synthetic_model(tmp_path / "model.gguf", "llama-tiny", n_shards=2)
-    sharded = replace(plan, model=read_model_info(first))
+    sharded = replace(plan, model=read_model_info(first), placements=())
     assert find_model(sharded, tmp_path / "plan.json", second) == first
 
 
@@ -45,6 +47,27 @@ def test_another_model_is_refused(plan: Plan, smollm2: Path, tmp_path: Path) -> 
     other = replace(plan, model=replace(plan.model, name="Other", fingerprint="0123456789abcdef"))
     with pytest.raises(MismatchError, match=r"The plan is for Other .*0123456789abcdef.*is Smollm2"):
         find_model(other, tmp_path / "plan.json", smollm2)
+
+
+@pytest.mark.parametrize(
+    "placement", [Placement("blk.0.other", 8, "gpu", "gpu"), Placement("blk.0.ffn_up.weight", 8, "gpu", "gpu")]
+)
+def test_weights_that_the_file_does_not_hold_are_refused_before_loading(
+    plan: Plan, smollm2: Path, tmp_path: Path, placement: Placement
+) -> None:
+    with pytest.raises(MismatchError, match=f"places '{placement.name}' of 8 bytes, which .* does not hold"):
+        find_model(replace(plan, placements=(placement,)), tmp_path / "plan.json", smollm2)
+
+
+@pytest.mark.parametrize("file_name", ["", "x" * 5000, "nul\0", ".", "..", "../outside.gguf", "/outside.gguf"])
+def test_a_plan_does_not_choose_the_folder_of_its_model(
+    plan: Plan, smollm2: Path, tmp_path: Path, file_name: str
+) -> None:
+    (tmp_path / "outside.gguf").symlink_to(smollm2)
+    (tmp_path / "plans").mkdir()
+    hostile = replace(plan, model=replace(plan.model, file_name=file_name))
+    with pytest.raises(InvalidFileError, match="was not found"):
+        find_model(hostile, tmp_path / "plans" / "plan.json", None)
 
 
 def test_software(plan: Plan) -> None:
@@ -66,7 +89,8 @@ def test_hardware(plan: Plan) -> None:
 
 
 def test_memory(plan: Plan) -> None:
-    needy = replace(plan, vram=replace(plan.vram, weights_bytes=1 << 20, ring_bytes=1 << 20))
+    placements = (Placement("up", 3 << 20, "stream", "cpu"), Placement("down", 1 << 20, "gpu", "gpu"))
+    needy = replace(plan, placements=placements, vram=replace(plan.vram, weights_bytes=1 << 20, ring_bytes=1 << 20))
     check_memory(needy, 2 << 20, 3 << 20)
     check_memory(needy, None, 3 << 20)
     with pytest.raises(DeviceError, match=r"needs 2\.0 MiB of VRAM, 0\.5 MiB more than is free"):
