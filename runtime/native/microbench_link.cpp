@@ -13,6 +13,7 @@
 using namespace microbench;
 
 static const int     CALIBRATION_COPIES = 8;
+static const int     CONTENTION_WINDOWS = 7;
 static const int     MAX_QUEUED_COPIES  = 500; // well under the depth of a stream's queue
 static const int64_t REGION_BYTES = INT64_C(64) << 20; // host memory that copies walk through, one after the other
 
@@ -203,6 +204,11 @@ int ats_bench_crossing(int32_t n_threads, int64_t activation_bytes, int32_t n_wa
 
 // ---- contention ----------------------------------------------------------------------------------------------
 
+static double median(std::vector<double> values) {
+    std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+    return values[values.size() / 2];
+}
+
 static Rate multiply_for(MatmulBench & cpu, int n_products, int64_t duration_ns) {
     Rate          rate;
     const int64_t deadline = now_ns() + duration_ns;
@@ -224,23 +230,29 @@ int ats_bench_contention(int32_t n_threads, const struct ats_matmul_spec * spec,
         const int     n_products = cpu.calibrate();
         link.run(2);
 
-        const Rate    cpu_alone = multiply_for(cpu, n_products, duration_ns);
-        const int64_t one_copy  = std::max<int64_t>(1, link.run(CALIBRATION_COPIES) / CALIBRATION_COPIES);
-        const int     n_copies  = static_cast<int>(std::clamp<int64_t>(duration_ns / one_copy, 1, MAX_QUEUED_COPIES));
-        const Rate    link_alone{n_copies * link.size_bytes(), link.run(n_copies)};
+        const int64_t one_copy = std::max<int64_t>(1, link.run(CALIBRATION_COPIES) / CALIBRATION_COPIES);
+        const int64_t window   = std::max<int64_t>(1, duration_ns / CONTENTION_WINDOWS);
+        const int     n_copies = static_cast<int>(std::clamp<int64_t>(window / one_copy, 1, MAX_QUEUED_COPIES));
+        const int64_t n_bytes  = n_copies * link.size_bytes();
 
-        // As in the engine, one thread queues the copies and then computes: a copying thread would take a core away.
-        const int64_t start = now_ns();
-        for (int i = 0; i < n_copies; i++) {
-            link.issue();
+        // Alone and together in turns, so that a machine whose speed drifts does not favour one side.
+        std::vector<double> cpu_alone, link_alone, cpu_contended, link_contended;
+        for (int i = 0; i < CONTENTION_WINDOWS; i++) {
+            cpu_alone.push_back(multiply_for(cpu, n_products, window).bytes_per_second());
+            const int64_t copying = link.run(n_copies);
+            link_alone.push_back(Rate{n_bytes, copying}.bytes_per_second());
+            // As in the engine, one thread queues the copies and then computes: a copying thread would take a core away.
+            const int64_t start = now_ns();
+            for (int copy = 0; copy < n_copies; copy++) {
+                link.issue();
+            }
+            cpu_contended.push_back(multiply_for(cpu, n_products, copying * 9 / 10).bytes_per_second());
+            link.wait();
+            link_contended.push_back(Rate{n_bytes, now_ns() - start}.bytes_per_second());
         }
-        const Rate cpu_contended = multiply_for(cpu, n_products, link_alone.nanoseconds * 9 / 10);
-        link.wait();
-        const Rate link_contended{n_copies * link.size_bytes(), now_ns() - start};
-
-        out->cpu_alone           = cpu_alone.bytes_per_second();
-        out->cpu_while_link_busy = cpu_contended.bytes_per_second();
-        out->link_alone          = link_alone.bytes_per_second();
-        out->link_while_cpu_busy = link_contended.bytes_per_second();
+        out->cpu_alone           = median(cpu_alone);
+        out->cpu_while_link_busy = median(cpu_contended);
+        out->link_alone          = median(link_alone);
+        out->link_while_cpu_busy = median(link_contended);
     });
 }
