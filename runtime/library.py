@@ -59,7 +59,8 @@ def _load(device: str, path: Path) -> Library:
     ggml = ctypes.CDLL("libggml.so", handle=llama_cpp._ggml.libggml._handle)
     ggml.ggml_backend_load.restype = ctypes.c_void_p
     ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
-    present = Ggml(ggml).devices()
+    with CapturedLog():  # CUDA introduces itself when it is first asked
+        present = Ggml(ggml).devices()
     if device != "sim" and device.upper() not in present:
         raise DeviceError(
             f"llama.cpp finds no device {device} here, only {', '.join(name.lower() for name in present)}.",

@@ -71,7 +71,7 @@ __global__ void fetch_kernel(Segments segments, const volatile unsigned * comput
     }
 }
 
-constexpr int    copy_blocks = 64;
+constexpr int    copy_blocks = 16; // fill a PCIe 5 x16 link; more were slower beside other work
 constexpr size_t copy_chunk  = 16 * 1024;
 
 // In pinned memory, written by the host for every expert block.
