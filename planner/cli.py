@@ -130,31 +130,26 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
     def show(
         file: Annotated[Path, typer.Argument(help="A plan or a profile.", show_default=False)],
         timeline: Annotated[bool, typer.Option("--timeline", help="Draw the lanes while one token is made.")] = False,
-        png: Annotated[Path | None, typer.Option(help="Also draw the timeline into this PNG file.")] = None,
+        html: Annotated[Path | None, typer.Option(help="Write everything into this HTML file.")] = None,
+        png: Annotated[Path | None, typer.Option(help="Draw everything into this PNG file.")] = None,
         profile_file: Annotated[
-            Path | None, typer.Option("--profile", help="The plan's profile.", show_default="from the cache")
+            Path | None, typer.Option("--profile", help="The plan's profile.", show_default="from beside it, or cached")
         ] = None,
     ) -> None:
-        """Show a plan or a profile in the terminal."""
-        from . import explain
+        """Show a plan or a profile in the terminal, as a page, or as a picture."""
+        from .show import show_plan, show_profile
 
-        console = Console()
         record = library.read_plan_or_profile(file)
         if isinstance(record, Profile):
-            if timeline or png:
+            if timeline:
                 raise AtsplanError("A profile has no timeline.", "Show a plan.")
-            console.print(explain.profile_view(record))
+            show_profile(record, html=html, png=png)
             return
-        console.print(explain.plan_view(record))
-        if timeline or png:
-            from .gantt import simulate_plan, write_png
-
-            profile = read_record(profile_file, Profile) if profile_file else find_profile_of(record, file)
-            token = simulate_plan(profile, record)
-            names = [weight.name for weight in profile.weights]
-            console.print("", explain.timeline_view(token.events, names, token.seconds))
-            if png:
-                write_png(png, token, f"{record.model.name}: one token")
+        wants_profile = timeline or html or png
+        profile = read_record(profile_file, Profile) if profile_file else None
+        if profile is None and wants_profile:
+            profile = library.find_profile_of(record, file)
+        show_plan(record, profile, timeline=timeline, html=html, png=png)
 
 
 def find_source(source: Path | None, here: Here | None = None, hardware_file: Path | None = None) -> Profile:
@@ -253,12 +248,3 @@ def solve_cached(
     if not check:
         cache.store_plan(key, plan)
     return plan, False
-
-
-def find_profile_of(plan: Plan, plan_path: Path) -> Profile:
-    profile = library.find_profile_of(plan, plan_path)
-    if profile is None:
-        raise AtsplanError(
-            "The timeline needs the profile that the plan was made from.", "Give it with --profile FILE."
-        )
-    return profile

@@ -17,7 +17,7 @@ from .units import MIB, format_size
 
 # A letter-like shape per class, so that the map can be read without colours too.
 _MARKS: dict[WeightClass, tuple[str, str]] = {"gpu": ("█", "green"), "stream": ("▒", "yellow"), "cpu": ("·", "magenta")}
-_HEADINGS: dict[WeightClass, str] = {"gpu": "in VRAM", "stream": "streamed", "cpu": "on the CPU"}
+HEADINGS: dict[WeightClass, str] = {"gpu": "in VRAM", "stream": "streamed", "cpu": "on the CPU"}
 _LANES = {"gpu": ("GPU", "green"), "link": ("link", "yellow"), "cpu": ("CPU", "magenta")}
 _BLOCK = re.compile(r"^blk\.(\d+)\.(.+)$")
 
@@ -26,7 +26,7 @@ def plan_view(plan: Plan) -> RenderableType:
     """Return everything about a plan that fits on a screen."""
     parts: list[RenderableType] = [_title(plan), ""]
     parts += [_LayerMap(plan.placements), _legend(), "", _role_table(plan), "", _memory_table(plan), ""]
-    parts += list(_prediction_lines(plan))
+    parts += list(prediction_lines(plan))
     parts += [Text(f"Note: {note}", style="dim") for note in plan.notes]
     return Group(*parts)
 
@@ -41,6 +41,16 @@ def role_of(name: str) -> tuple[int | None, str]:
     match = _BLOCK.match(name)
     layer, rest = (int(match[1]), match[2]) if match else (None, name)
     return layer, rest.removesuffix(".weight")
+
+
+def layer_map(placements: Sequence[Placement]) -> dict[str, dict[int, Placement]]:
+    """Return the placements of the larger weights by role and layer, in order of use."""
+    rows: dict[str, dict[int, Placement]] = {}
+    for placement in placements:
+        layer, role = role_of(placement.name)
+        if layer is not None and placement.size_bytes >= MIB // 16:
+            rows.setdefault(role, {})[layer] = placement
+    return rows
 
 
 def _title(plan: Plan) -> Text:
@@ -62,11 +72,7 @@ class _LayerMap:
     """One row per role, one mark per layer; broken into several maps where the terminal is too narrow."""
 
     def __init__(self, placements: Sequence[Placement]) -> None:
-        self._marks: dict[str, dict[int, Placement]] = {}
-        for placement in placements:
-            layer, role = role_of(placement.name)
-            if layer is not None and placement.size_bytes >= MIB // 16:
-                self._marks.setdefault(role, {})[layer] = placement
+        self._marks = layer_map(placements)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self._marks:
@@ -91,7 +97,7 @@ class _LayerMap:
 def _legend() -> Text:
     legend = Text(style="dim")
     for cls, (mark, style) in _MARKS.items():
-        legend.append(mark, style=style).append(f" {_HEADINGS[cls]}   ")
+        legend.append(mark, style=style).append(f" {HEADINGS[cls]}   ")
     return legend.append("(while decoding)")
 
 
@@ -110,7 +116,7 @@ def _role_table(plan: Plan) -> Table:
         totals[placement.decode] += placement.size_bytes
     table.add_column("weights", "total", no_wrap=True)
     table.add_column("size", format_size(_size(plan.placements)), justify="right", no_wrap=True)
-    for cls, heading in _HEADINGS.items():
+    for cls, heading in HEADINGS.items():
         table.add_column(heading, _or_dash(totals[cls]), justify="right", no_wrap=True)
     table.add_column("prompts", justify="right", no_wrap=True)
     for role, group in rows:
@@ -128,21 +134,25 @@ def _prefill_of(group: Sequence[Placement]) -> str:
     return "+".join(sorted(host)) if host else "-"
 
 
-def _memory_table(plan: Plan) -> Table:
+def memory_parts(plan: Plan) -> list[tuple[str, int]]:
+    """Return where the budget goes, in words and bytes; they add up to it."""
     vram = plan.vram
-    parts = (
+    parts = [
         ("weights", vram.weights_bytes), ("context (KV cache)", vram.context_bytes),
         ("compute buffers", vram.compute_bytes), ("ring for streaming", vram.ring_bytes),
-        ("single experts", vram.experts_bytes),
-        ("driver and kernels", vram.overhead_bytes), ("margin", vram.margin_bytes), ("idle", vram.idle_bytes),
-    )  # fmt: skip
+        ("single experts", vram.experts_bytes), ("driver and kernels", vram.overhead_bytes),
+        ("margin", vram.margin_bytes), ("idle", vram.idle_bytes),
+    ]  # fmt: skip
+    return [(name, size) for name, size in parts if size or name != "single experts"]
+
+
+def _memory_table(plan: Plan) -> Table:
+    vram = plan.vram
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, show_footer=True)
     table.add_column("VRAM", "budget", no_wrap=True)
     table.add_column("MiB", f"{vram.budget_bytes / MIB:.0f}", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    for name, size in parts:
-        if not size and name == "single experts":
-            continue
+    for name, size in memory_parts(plan):
         share = size / vram.budget_bytes if vram.budget_bytes else 0.0
         table.add_row(
             name, f"{size / MIB:.0f}", Text("█" * round(share * 40), style="dim" if name == "idle" else "cyan")
@@ -150,7 +160,8 @@ def _memory_table(plan: Plan) -> Table:
     return table
 
 
-def _prediction_lines(plan: Plan) -> Iterator[Text]:
+def prediction_lines(plan: Plan) -> Iterator[Text]:
+    """Yield what the plan promises, in sentences."""
     prediction, workload = plan.prediction, plan.workload
     seconds = prediction.decode_seconds_per_token
     if seconds > 0:

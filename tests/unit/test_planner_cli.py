@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 
 from planner import cache, cli, explain
 from planner.errors import AtsplanError, MismatchError
-from planner.gantt import simulate_plan, write_png
+from planner.gantt import simulate_plan
 from planner.measurements import Profile
 from planner.memory import fixed_memory
 from planner.plan import Plan
@@ -154,22 +153,6 @@ def test_timeline_needs_the_right_profile(profile: Profile, budget: str) -> None
     assert token.seconds == plan.prediction.decode_seconds_per_token
     with pytest.raises(MismatchError):
         simulate_plan(synthetic_profile(replace(SHAPES, n_layers=13)), plan)
-
-
-def test_png(profile: Profile, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plan = solve(profile, 800 * MIB, Workload(n_threads=8))
-    write_png(tmp_path / "token.png", simulate_plan(profile, plan), "one token")
-    assert (tmp_path / "token.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_png_without_matplotlib_says_what_to_install(
-    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    plan = solve(profile, 800 * MIB, Workload(n_threads=8))
-    with pytest.raises(AtsplanError, match="pip install matplotlib"):
-        write_png(tmp_path / "token.png", simulate_plan(profile, plan), "one token")
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])

@@ -1,0 +1,53 @@
+"""What the command `show` does with a plan or a profile: terminal, page, picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from . import explain
+from .densities import default_thread_count, densities, density_table
+from .errors import AtsplanError
+from .gantt import simulate_plan
+from .measurements import Profile
+from .page import plan_page, profile_page
+from .picture import write_png
+from .plan import Plan
+from .records import write_text
+from .units import format_size
+
+
+def show_plan(plan: Plan, profile: Profile | None, *, timeline: bool, html: Path | None, png: Path | None) -> None:
+    """Print the plan, and draw it where asked. Only the timeline needs the profile; drawings show what there is."""
+    if timeline and profile is None:
+        raise AtsplanError(
+            "The timeline needs the profile that the plan was made from.", "Give it with --profile FILE."
+        )
+    token = simulate_plan(profile, plan) if profile else None
+    names = [weight.name for weight in profile.weights] if profile else []
+    items = densities(profile, plan.workload.n_threads) if profile else []
+    console = Console()
+    console.print(explain.plan_view(plan))
+    if timeline and token:
+        console.print("", explain.timeline_view(token.events, names, token.seconds))
+    if html:
+        write_text(html, plan_page(plan, items, token, names))
+    if png:
+        seconds = plan.prediction.decode_seconds_per_token
+        title = f"{plan.model.name} in {format_size(plan.vram.budget_bytes)} of VRAM"
+        speed = f": {1 / seconds:.1f} tokens/s predicted" if seconds else ""
+        write_png(png, title + speed, plan, items, token)
+
+
+def show_profile(profile: Profile, *, html: Path | None, png: Path | None) -> None:
+    n_threads = default_thread_count(profile)
+    items = densities(profile, n_threads)
+    console = Console()
+    console.print(explain.profile_view(profile))
+    if items:
+        console.print("", density_table(items, n_threads))
+    if html:
+        write_text(html, profile_page(profile, items, n_threads))
+    if png:
+        write_png(png, profile.model.name, None, items, None)
