@@ -84,7 +84,7 @@ def last_profile() -> Profile | None:
 
 def noisy_fraction(profile: Profile) -> float:
     """Return the share of the profile's series whose spread is too large to be trusted (0 to 1)."""
-    groups = (profile.kernels, profile.glue, profile.link, profile.crossings)
+    groups = (profile.kernels, profile.glue, profile.link, profile.crossings, profile.experts)
     series: list[Series] = [timing.seconds for group in groups for timing in group]
     return sum(item.is_noisy for item in series) / len(series) if series else 0.0
 

@@ -31,6 +31,10 @@ def register(app: typer.Typer) -> None:
         ] = Workload.n_ubatch,
         out: Annotated[Path | None, typer.Option(help="Also write the profile to this file.")] = None,
         csv: Annotated[Path | None, typer.Option(help="Also write a table of all weights to this file.")] = None,
+        routing_text: Annotated[
+            Path | None,
+            typer.Option("--routing", help="Count which experts this text is routed to; the profile keeps it."),
+        ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print the profile instead of a table.")] = False,
         force: Annotated[bool, typer.Option("--force", help="Measure even if a fitting profile is cached.")] = False,
     ) -> None:
@@ -38,7 +42,8 @@ def register(app: typer.Typer) -> None:
         from .commands import profile_command
 
         profile_command(
-            model, device, threads, n_context, n_ubatch, out=out, csv=csv, as_json=as_json, force=force
+            model, device, threads, n_context, n_ubatch,
+            out=out, csv=csv, routing_text=routing_text, as_json=as_json, force=force,
         )  # fmt: skip
 
     @app.command()

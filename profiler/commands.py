@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from runtime.build import native_helper
 
 from .detect import detect_cpu, detect_hardware, detect_software, resolve_device
 from .report import role_table
+from .routing import describe, with_routing
 from .suite import OnProgress, Settings, profile_model
 
 MAX_NOTES_SHOWN = 5
@@ -28,7 +30,7 @@ MAX_NOTES_SHOWN = 5
 
 def profile_command(
     model: Path, device: str, threads: str, n_context: int | None, n_ubatch: int, *, out: Path | None,
-    csv: Path | None, as_json: bool, force: bool,
+    csv: Path | None, routing_text: Path | None, as_json: bool, force: bool,
 ) -> None:  # fmt: skip
     """Measure `model`, or find it measured, and print and write what was asked for. Raises AtsplanError."""
     info = read_model_info(model)
@@ -41,9 +43,15 @@ def profile_command(
         native_helper(_say)  # before the progress bar: compiling it takes a while and says so
         with _progress_bar() as on_progress:
             profile = profile_model(model, settings, on_progress)
+        earlier = cache.find_profile(info.fingerprint)
+        profile = replace(profile, routing=earlier.routing if earlier else None)  # it depends on the model alone
         _store(profile)
     elif not as_json:
         _say("Measured earlier; --force measures anew.")
+    if routing_text is not None:
+        _say("Counting which experts the text is routed to, on the CPU ...")
+        profile = with_routing(profile, model, routing_text)
+        _store(profile)
     cache.remember_model_path(info.fingerprint, model)
     if out is not None:
         write_record(out, profile)
@@ -53,6 +61,8 @@ def profile_command(
         print(to_json(profile))
     else:
         Console().print(role_table(profile))
+        if profile.routing is not None:
+            _say(describe(profile.routing))
         _show_notes(profile)
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from planner.errors import InvalidFileError
+from planner.experts import find_blocks
 from planner.gguf_model import GgufModel
 from planner.measurements import (
     Contention,
     CrossingTiming,
+    ExpertTiming,
     GlueTiming,
     HostTiming,
     KernelTiming,
     LinkTiming,
     WeightUse,
 )
+from planner.problem import find_units
 from planner.units import KIB, MIB
 from runtime.inspect_model import Inspection
 
@@ -29,7 +32,7 @@ from .worker import Worker
 LINK_SIZES_BYTES = (256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 CROSSING_SIZES_BYTES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB, 64 * MIB)
 CONTENTION_COPY_BYTES = 16 * MIB
-CONTENTION_PHASE_SECONDS = 0.2
+CONTENTION_PHASE_SECONDS = 0.5
 HOST_LAUNCH_NODES = 20  # about a layer without its streamed products
 HOST_SAMPLES = 15
 GPU_COLD_BYTES = 256 * MIB  # more than the last-level cache of any GPU
@@ -38,7 +41,7 @@ KERNELS_BUDGET_SECONDS = 20.0  # for all series of products, unless single produ
 MAX_SERIES_SECONDS = 0.5
 OTHER_EFFORT = Effort(budget_seconds=0.15)
 
-Timing: TypeAlias = KernelTiming | GlueTiming | LinkTiming | CrossingTiming | HostTiming | Contention
+Timing: TypeAlias = KernelTiming | GlueTiming | LinkTiming | CrossingTiming | HostTiming | ExpertTiming | Contention
 
 
 @dataclass(frozen=True)
@@ -87,14 +90,26 @@ def batch_rows(kernel: Kernel, inspection: Inspection, n_ubatch: int) -> int:
 
 
 def kernel_jobs(kernels: Sequence[Kernel], inspection: Inspection, machine: Machine, n_ubatch: int) -> Iterator[Job]:
-    """Yield one job per kernel, device, batch and thread count. Jobs on equal weights follow one another."""
+    """Yield one job per kernel, device, batch and thread count. Jobs on equal weights follow one another.
+
+    For one token, the CPU's time is measured for fewer experts as well: the others may be computed on the GPU.
+    """
     places = [("cpu", n_threads) for n_threads in machine.threads] + [("gpu", 0)] * bool(machine.gpu)
-    effort = Effort(min(MAX_SERIES_SECONDS, KERNELS_BUDGET_SECONDS / max(1, 2 * len(places) * len(kernels))))
+    series = []
     for kernel in kernels:
         n_rows = batch_rows(kernel, inspection, n_ubatch)
         for place, n_threads in places:
             for n_tokens in sorted({1, n_ubatch}):
-                yield _kernel_job(kernel, machine, place, n_threads, n_tokens, 1 if n_tokens == 1 else n_rows, effort)
+                series.append((kernel, machine, place, n_threads, n_tokens, 1 if n_tokens == 1 else n_rows))
+            for n_experts in _fewer_experts(kernel.n_experts_used) if place == "cpu" else ():
+                series.append((replace(kernel, n_experts_used=n_experts), machine, place, n_threads, 1, 1))
+    effort = Effort(min(MAX_SERIES_SECONDS, KERNELS_BUDGET_SECONDS / max(1, len(series))))
+    for one in series:
+        yield _kernel_job(*one, effort)
+
+
+def _fewer_experts(n_used: int) -> list[int]:
+    return sorted({1, n_used // 2} - {0, n_used}) if n_used else []
 
 
 def _kernel_job(
@@ -103,6 +118,8 @@ def _kernel_job(
     """`n_tokens` is the batch that the timing stands for, `n_rows` the tokens of it that reach this kernel."""
     is_cpu = place == "cpu"
     name = f"{kernel.op} {kernel.type} {'x'.join(map(str, kernel.shape))}"
+    if kernel.n_experts_used:
+        name += f", {_count(kernel.n_experts_used, 'expert')}"
     where = _count(n_threads, "thread") if is_cpu else "GPU"
     cold_bytes = 0 if n_rows > 1 else machine.cpu_cold_bytes if is_cpu else machine.gpu_cold_bytes
     n_active = kernel.n_experts_used or (kernel.shape[2] if len(kernel.shape) > 2 else 1)
@@ -184,6 +201,24 @@ def _host_job(machine: Machine, kernel: Kernel, n_threads: int) -> Job:
         return timing, ""
 
     return Job(f"handing work to the GPU, {_count(n_threads, 'thread')}", 0.5, run)
+
+
+def expert_jobs(weights: Sequence[WeightUse], machine: Machine) -> Iterator[Job]:
+    """Yield jobs for one, half and all of the experts that a token uses, per kind of experts."""
+    kinds = {block.matrix_bytes: block.n_used for block in find_blocks(weights, find_units(weights))}
+    for matrix_bytes, n_used in kinds.items():
+        for n_experts in (*_fewer_experts(n_used), n_used):
+            yield _expert_job(machine, matrix_bytes, n_experts)
+
+
+def _expert_job(machine: Machine, matrix_bytes: tuple[int, ...], n_experts: int) -> Job:
+    def run(worker: Worker) -> tuple[Timing, str]:
+        timing = worker.call(
+            bench.expert_copies, machine.device, matrix_bytes, n_experts, machine.cpu_cold_bytes, OTHER_EFFORT
+        )
+        return timing, ""
+
+    return Job(f"streaming {_count(n_experts, 'expert')}, {sum(matrix_bytes) / MIB:.1f} MiB each", 1.0, run)
 
 
 def contention_jobs(machine: Machine, kernel: Kernel) -> Iterator[Job]:

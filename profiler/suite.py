@@ -13,6 +13,7 @@ from planner.hardware import Cpu
 from planner.measurements import (
     Contention,
     CrossingTiming,
+    ExpertTiming,
     GlueTiming,
     HostTiming,
     KernelTiming,
@@ -94,6 +95,7 @@ def profile_model(path: str | os.PathLike[str], settings: Settings, on_progress:
         memory=memory,
         device_overhead_bytes=overhead_bytes,
         notes=(*notes, *remarks),
+        experts=tuple(timing for timing in timings if isinstance(timing, ExpertTiming)),
     )
 
 
@@ -130,6 +132,7 @@ def _jobs(model: GgufModel, inspection: Inspection, machine: Machine, settings: 
         yield from jobs.link_jobs(machine)
         yield from jobs.crossing_jobs(machine, activation_bytes)
         yield from jobs.host_jobs(machine, heaviest)
+        yield from jobs.expert_jobs(weights, machine)
         yield from jobs.contention_jobs(machine, heaviest)
 
 

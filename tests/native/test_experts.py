@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from planner.experts import ExpertRates, Experts, find_blocks
 from planner.measurements import WeightUse
 from planner.plan import ExpertPolicy, Placement
+from planner.problem import find_units
 from profiler import synthetic_architectures
 from profiler.synthetic_model import write_synthetic_model
 from profiler.synthetic_transformer import Builder
@@ -157,6 +159,26 @@ def test_any_classes_of_the_other_weights(
         )  # fmt: skip
         rows, _ = logits_of(PlanEngine(library, models[name], plan))
         np.testing.assert_array_equal(rows, expected[name], err_msg=f"seed {seed}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_vram_is_what_the_planner_accounts_for(
+    library: Library, models: dict[str, Path], weights: dict[str, tuple[WeightUse, ...]], name: str
+) -> None:
+    blocks = find_blocks(weights[name], find_units(weights[name]))
+    assert len(blocks) == {"deepseek2": 3, "fused": 3, "gpt-oss": 8}.get(name, 4)
+    rates = ExpertRates((0.0,), 1.0, 1.0, 1.0, 1.0)
+    experts = Experts(blocks, (rates,) * len(blocks), (None,) * len(blocks))
+    total, one = expert_bytes(weights[name])
+    for cache_bytes in (0, 10 * one + 17, total // 2, 2 * total):
+        policy = forced(4, 2, cache_bytes)
+        plan = plan_for(models[name], experts_on_the_cpu(weights[name]), n_ubatch=64, experts=policy)
+        with PlanEngine(library, models[name], plan) as engine:
+            engine.evaluate([1])
+            engine.synchronize()
+            allocated = engine.statistics().expert_bytes
+        accounted = experts.vram_bytes(range(len(blocks)), cache_bytes)
+        assert allocated <= accounted <= allocated + 256 * 1024
 
 
 def test_the_counts_in_words() -> None:

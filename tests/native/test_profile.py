@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,13 +12,16 @@ import typer
 from typer.testing import CliRunner
 
 from planner import cache
-from planner.errors import DeviceError, InvalidFileError
+from planner.errors import AtsplanError, DeviceError, InvalidFileError
 from planner.measurements import Profile
-from planner.records import from_json, to_json
+from planner.records import from_json, read_record, to_json
+from planner.solve import solve
 from planner.units import MIB
+from planner.workload import Workload
 from profiler import cli, commands, suite
 from profiler.suite import Settings, profile_model
 from profiler.synthetic_model import write_synthetic_model
+from runtime.routing import count_routing
 
 N_UBATCH = 16
 
@@ -126,3 +130,55 @@ def test_bad_requests_are_errors(native_helper: Path, tmp_path: Path, app: typer
     model = write_synthetic_model(tmp_path / "model.gguf", "llama-tiny")[0]
     result = CliRunner().invoke(app, ["profile", str(model), "--device", "cuda99"])
     assert isinstance(result.exception, DeviceError)
+
+
+def test_experts_and_their_routing(
+    native_helper: Path, tmp_path: Path, app: typer.Typer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "MAX_COLD_BYTES", 32 * MIB)
+    monkeypatch.setattr(cache, "MAX_NOISY_FRACTION", 1.0)
+    model = write_synthetic_model(tmp_path / "moe.gguf", "qwen3moe-tiny")[0]
+    text, out = tmp_path / "text.txt", tmp_path / "profile.json"
+    generator = random.Random(0)
+    text.write_text("".join(chr(generator.randrange(32, 127)) for _ in range(600)))
+    arguments = ["profile", str(model), "--device", "sim", "--threads", "1", "--ctx", "64", "--ubatch", "8"]
+    measured = CliRunner().invoke(app, [*arguments, "--routing", str(text), "--out", str(out)])
+    assert measured.exit_code == 0, measured.output
+    assert "Routing of 600 tokens: entropy 9" in measured.stderr
+    profile = read_record(out, Profile)
+
+    (matrix_bytes,) = {timing.matrix_bytes for timing in profile.experts}
+    assert matrix_bytes == (256 * 256 * 2,) * 3
+    assert [timing.n_experts for timing in profile.experts] == [1, 2, 4]
+    one, two, four = (timing.seconds.median for timing in profile.experts)
+    assert 2 * one < four
+    assert one < two < four
+    on_cpu = {k.n_experts_used for k in profile.kernels if k.op == "MUL_MAT_ID" and k.device == "cpu"}
+    assert on_cpu == {1, 2, 4}
+
+    assert profile.routing is not None
+    assert [layer.weight for layer in profile.routing.layers] == [f"blk.{i}.ffn_gate_exps.weight" for i in range(4)]
+    assert all(sum(layer.counts) == 4 * 600 for layer in profile.routing.layers)
+    assert 0.9 < profile.routing.entropy_fraction < 1.0
+    assert 0.1 < profile.routing.top_tenth_fraction < 0.3
+
+    again = CliRunner().invoke(app, [*arguments, "--json"])
+    assert from_json(again.stdout.encode(), Profile, "stdout").routing == profile.routing
+    plan = solve(profile, 16 * MIB, Workload(8, 8, 64, 8), margin_bytes=0)
+    assert plan.prediction.peak_vram_bytes <= 16 * MIB
+
+
+def test_routing_needs_experts_and_a_text(native_helper: Path, tmp_path: Path, smollm2: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some words")
+    with pytest.raises(AtsplanError, match="The model has no experts to count"):
+        count_routing(smollm2, "some words", 1)
+    model = write_synthetic_model(tmp_path / "moe.gguf", "mixtral-tiny")[0]
+    with pytest.raises(AtsplanError, match="The text holds no tokens"):
+        count_routing(model, "", 1)
+    (layer, *_) = count_routing(model, "ab", 1).layers
+    assert sum(layer.counts) == 2 * 2
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(model.read_bytes()[:5000])
+    with pytest.raises(AtsplanError, match="broken.gguf"):
+        count_routing(broken, "ab", 1)

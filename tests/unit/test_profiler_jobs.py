@@ -17,11 +17,13 @@ from profiler.jobs import (
     contention_jobs,
     crossing_jobs,
     distinct_kernels,
+    expert_jobs,
     glue_jobs,
     kernel_jobs,
     link_jobs,
 )
 from runtime.inspect_model import Inspection
+from tests.unit.planner_profiles import QWEN3_30B, dense_weights
 
 
 def use(name: str, op: str = "MUL_MAT", shape: tuple[int, ...] = (256, 8), n_experts_used: int = 0) -> WeightUse:
@@ -83,16 +85,17 @@ def test_every_kernel_is_measured_everywhere() -> None:
         "MUL_MAT q4_K 256x8, 1 token, GPU",
         "MUL_MAT q4_K 256x8, 64 tokens, GPU",
     ]
-    assert len(labels) == len(set(labels)) == 18
-    assert len(list(kernel_jobs(kernels, INSPECTION, CPU_ALONE, 64))) == 12
-    assert len(list(kernel_jobs(kernels, INSPECTION, CPU_ALONE, 1))) == 6
+    assert len(labels) == len(set(labels)) == 18 + 2
+    assert "MUL_MAT_ID q4_K 256x8x4, 1 expert, 1 token, 4 threads" in labels  # of the 2 that a token uses
+    assert len(list(kernel_jobs(kernels, INSPECTION, CPU_ALONE, 64))) == 12 + 2
+    assert len(list(kernel_jobs(kernels, INSPECTION, CPU_ALONE, 1))) == 6 + 2
 
 
 def test_the_series_share_a_budget() -> None:
     kernels = distinct_kernels(MODEL, WEIGHTS)
     few = sum(job.expected_seconds for job in kernel_jobs(kernels, INSPECTION, GPU, 64))
     many = sum(job.expected_seconds for job in kernel_jobs(kernels * 20, INSPECTION, GPU, 64))
-    assert few < 10
+    assert few < 12
     assert many < 25
 
 
@@ -100,6 +103,14 @@ def test_round_trips_cover_the_largest_activation() -> None:
     labels = [job.label for job in crossing_jobs(GPU, 100 * KIB)]
     assert labels == [f"round trips, {size} KiB, {threads} threads" for threads in (2, 4) for size in (4, 64, 1024)]
     assert len(list(crossing_jobs(GPU, 1024 * MIB))) == 2 * 5
+
+
+def test_streaming_is_measured_per_kind_of_experts() -> None:
+    labels = [job.label for job in expert_jobs(dense_weights(QWEN3_30B), GPU)]
+    assert labels == [
+        f"streaming {n}, {size} MiB each" for size in ("2.9", "2.5") for n in ("1 expert", "4 experts", "8 experts")
+    ]
+    assert list(expert_jobs(WEIGHTS, GPU)) == []
 
 
 def test_the_rest_of_the_work_list() -> None:
