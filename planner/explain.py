@@ -178,6 +178,12 @@ def prediction_lines(plan: Plan) -> Iterator[Text]:
         shares = ", ".join(f"{name} {min(1.0, value / seconds):.0%}" for name, value in busy)
         streamed = format_size(prediction.decode_link_bytes_per_token)
         yield Text(f"Busy while decoding: {shares}; {streamed} per token over the link.")
+        if any(prediction.decode_experts):
+            in_vram, streamed_ones, on_cpu = prediction.decode_experts
+            yield Text(
+                "Experts outside of VRAM are decoded one by one. Of those that a token needs, "
+                f"{in_vram:.0f} are cached in VRAM, {streamed_ones:.0f} streamed and {on_cpu:.0f} computed on the CPU."
+            )
     solver = plan.solver
     if solver.objective == "joint" and solver.bound_seconds > 0:
         yield Text(f"No placement can exceed {_rate(1 / solver.bound_seconds)} at these measured rates.")
