@@ -6,6 +6,8 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
+MAX_PINNED_FRACTION = 0.9  # of host memory: pinned pages cannot be swapped, and the system needs the rest
+
 
 @dataclass(frozen=True)
 class Cpu:

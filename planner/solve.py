@@ -10,6 +10,7 @@ from typing import Literal
 from .crosscheck import check_placement
 from .errors import AtsplanError, InfeasibleError
 from .experts import find_experts
+from .hardware import MAX_PINNED_FRACTION
 from .joint import Candidate, DecodeProblem, estimate, lower_bound, prompt_rings, solve_joint
 from .knapsack import solve_with_experts_last
 from .measurements import Profile, WeightUse
@@ -27,7 +28,6 @@ _NANOSECONDS = 1e9
 _WORTH_STREAMING = 0.02  # a smaller gain is within the error of prediction: keep it as plain as llama.cpp
 _PROVEN = 1e-3  # relative distance from the bound that counts as optimal
 _ASSUMED_MIN_TOKENS = 32  # from about so many tokens on, streaming beats the CPU on most machines
-_MAX_HOST_SHARE = 0.9  # of RAM for pinned weights; the system needs the rest
 _MUCH_IDLE = 0.03  # of the budget
 
 
@@ -298,7 +298,7 @@ def _streamed_bytes(profile: Profile, classes: Sequence[WeightClass]) -> int:
 def _check_host_memory(profile: Profile, placements: Sequence[Placement]) -> None:
     host = sum(placement.size_bytes for placement in placements if not placement.is_resident)
     ram = profile.hardware.cpu.memory_bytes
-    if ram > 0 and host > _MAX_HOST_SHARE * ram:
+    if ram > 0 and host > MAX_PINNED_FRACTION * ram:
         raise InfeasibleError(
             f"{format_size(host)} of weights would stay in host memory; this machine has {format_size(ram)}.",
             "Give more VRAM, or take a smaller quantisation of the model.",

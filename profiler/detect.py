@@ -16,6 +16,7 @@ from planner.errors import DeviceError
 from planner.hardware import Cpu, Gpu, Hardware, MachineState, Software
 from planner.units import GIB, KIB, MIB
 from runtime.build import find_llama
+from runtime.host_memory import control_groups, memory_limits, read_file
 from runtime.identity import cuda_gpu_uuids, llama_cpp_commit
 
 _ROOT = Path("/")
@@ -109,7 +110,7 @@ def detect_cpu(root: Path = _ROOT, affinity: frozenset[int] | None = None) -> Cp
         logical_cores=logical_cores,
         isa=tuple(sorted(name for flag, name in _ISA.items() if flag in flags)),
         last_level_cache_bytes=_last_level_cache_bytes(root, cpus),
-        memory_bytes=min([_memory_total_bytes(root), *_memory_limits(root)]),
+        memory_bytes=min([_memory_total_bytes(root), *memory_limits(root)]),
     )
 
 
@@ -179,13 +180,6 @@ def as_text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def read_file(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:  # not on this kernel, or hidden by the container
-        return ""
-
-
 def _cpuinfo(root: Path) -> dict[str, str]:
     """Return the first processor's lines."""
     lines = read_file(root / "proc/cpuinfo").split("\n\n")[0].splitlines()
@@ -229,31 +223,9 @@ def _memory_total_bytes(root: Path) -> int:
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
     """Yield the numbers of cores that the control groups allow, if they limit them."""
-    for folder in _control_groups(root, "cpu"):
+    for folder in control_groups(root, "cpu"):
         numbers = read_file(folder / "cpu.max").split()
         if not numbers:  # version 1
             numbers = [read_file(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
         if all(number.isdigit() for number in numbers) and int(numbers[1]):  # else "max" or -1: no limit
             yield int(numbers[0]) / int(numbers[1])
-
-
-def _memory_limits(root: Path) -> Iterator[int]:
-    for folder in _control_groups(root, "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            limit = read_file(folder / name).strip()
-            if limit.isdigit():
-                yield int(limit)
-
-
-def _control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control group and of those around it, of versions 2 and 1."""
-    mount = root / "sys/fs/cgroup"
-    for line in read_file(root / "proc/self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        base = mount / controllers if controllers else mount
-        folder = base / group.lstrip("/")
-        while folder != mount.parent and folder.is_relative_to(base):
-            yield folder
-            folder = folder.parent

@@ -11,9 +11,10 @@ from typing import Any
 
 from planner.errors import DeviceError
 from planner.units import MIB, format_size
+from runtime.host_memory import read_file
 from runtime.identity import cuda_gpu_uuids
 
-from .detect import as_text, nvml_gpu, read_file
+from .detect import as_text, nvml_gpu
 from .findings import Finding
 
 MIN_COMPUTE_CAPABILITY = (7, 0)

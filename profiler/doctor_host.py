@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from planner.hardware import MAX_PINNED_FRACTION
 from planner.measurements import ModelInfo
-from planner.units import KIB, format_size
+from planner.units import format_size
+from runtime.host_memory import available_memory_bytes, read_file
 
-from .detect import detect_cpu, read_file
+from .detect import detect_cpu
 from .findings import Finding
 
-MAX_PINNED_FRACTION = 0.9  # of RAM, as in the planner; the system needs the rest
 BUSY_LOAD_FRACTION = 0.5
 FAST_CORE_FRACTION = 0.6  # of the largest capacity; slower cores hold the others up
 
@@ -29,7 +30,7 @@ def examine_host(root: Path, affinity: frozenset[int], load_average: float) -> l
 def examine_memory(root: Path, model: ModelInfo | None, free_vram_bytes: int) -> list[Finding]:
     """Return findings about RAM, and about the model's size against RAM and free VRAM."""
     total = detect_cpu(root).memory_bytes
-    available = min(total, available_bytes(root))
+    available = min(total, available_memory_bytes(root))
     pinnable = int(MAX_PINNED_FRACTION * total)
     findings = [
         Finding(
@@ -53,12 +54,6 @@ def examine_memory(root: Path, model: ModelInfo | None, free_vram_bytes: int) ->
     else:
         findings.append(Finding("model", "ok", f"{size} and fits into RAM and free VRAM together."))
     return findings
-
-
-def available_bytes(root: Path) -> int:
-    """Return what Linux could give to a new program without swapping; 0 if it does not tell."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", read_file(root / "proc/meminfo"), re.MULTILINE)
-    return int(match[1]) * KIB if match else 0
 
 
 def fast_cores(root: Path, affinity: frozenset[int]) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from .build import native_helper
 from .chat import chat
 from .cli import Detect
 from .engine import PlanEngine
+from .host_memory import available_memory_bytes
 from .library import load
 from .nvml import VramMeter
 from .report import RunFigures, describe
@@ -148,15 +149,16 @@ def open_plan(plan: Plan, model_path: Path, detect: Detect, *, anyway: bool) -> 
     vram = VramMeter()
     library = load(plan.device, _say)
     free, total = Helper(library.ats).device_memory()
-    verify.check_memory(plan, free if total else None, verify.available_host_bytes())
+    available_bytes = available_memory_bytes()
+    verify.check_memory(plan, free if total else None, available_bytes or None)
     with _loading(model_path) as on_progress:
         engine = PlanEngine(library, model_path, plan, on_progress=on_progress)
     with engine:
         unpinned_bytes = engine.statistics().unpinned_bytes
         if unpinned_bytes:
             _say(
-                f"Warning: the system refused to pin {format_size(unpinned_bytes)} of host memory. "
-                "This will be slow. Close programs or raise the limit on locked memory (ulimit -l)."
+                f"Warning: {format_size(unpinned_bytes)} of weights in host memory could not be pinned; they are slow. "
+                "Close programs, or solve again with a larger --vram."
             )
         vram.watch(engine.pci_bus_id(plan.device))
         yield engine, vram

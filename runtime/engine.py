@@ -15,10 +15,12 @@ from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
 from planner.errors import AtsplanError, DeviceError
+from planner.hardware import MAX_PINNED_FRACTION
 from planner.plan import Plan
 
 from . import placement
 from .bindings import Ggml, Helper, Statistics
+from .host_memory import available_memory_bytes
 from .library import HOST_DEVICE, Library
 from .native_log import last_problem
 from .sampling import Sampler
@@ -235,14 +237,21 @@ class PlanEngine(Engine):
         plan: Plan,
         *,
         n_context: int | None = None,
+        max_pinned_bytes: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """Load the model as planned. Raises MismatchError if a weight did not land where the plan says."""
+        """Load the model as planned. Raises MismatchError if a weight did not land where the plan says.
+
+        Host weights beyond `max_pinned_bytes` are pageable; None keeps a tenth of the available memory free to swap.
+        """
         self.helper = Helper(library.ats)
         host_names = set(placement.host_weight_names(plan.placements))
         self.helper.set_classes((p.name, p.decode, p.prefill) for p in plan.placements if p.name in host_names)
         for name, value in placement.device_options(plan).items():
             self.helper.set_option(name, value)
+        if max_pinned_bytes is None:
+            max_pinned_bytes = round(MAX_PINNED_FRACTION * available_memory_bytes())
+        self.helper.set_option("max_pinned_bytes", max_pinned_bytes)
         super().__init__(
             library, model_path, placement.load_settings(plan, n_context=n_context), on_progress=on_progress
         )

@@ -63,8 +63,8 @@ def hardware_differences(plan: Plan, hardware: Hardware) -> list[str]:
     return [line for key, line in zip(planned | found, lines, strict=True) if planned.get(key) != found.get(key)]
 
 
-def check_memory(plan: Plan, free_vram_bytes: int | None, available_host_bytes: int) -> None:
-    """Raise DeviceError, naming the missing bytes, if the plan does not fit now. None: the device does not tell."""
+def check_memory(plan: Plan, free_vram_bytes: int | None, available_host_bytes: int | None) -> None:
+    """Raise DeviceError, naming the missing bytes, if the plan does not fit now. None: unknown."""
     vram = plan.vram
     needed = vram.weights_bytes + vram.context_bytes + vram.compute_bytes + vram.ring_bytes + vram.experts_bytes
     if free_vram_bytes is not None and needed > free_vram_bytes:
@@ -75,20 +75,12 @@ def check_memory(plan: Plan, free_vram_bytes: int | None, available_host_bytes: 
     host_names = set(host_weight_names(plan.placements))
     sizes = {placement.name: placement.size_bytes for placement in plan.placements if placement.name in host_names}
     needed = sum(sizes.values())
-    if needed > available_host_bytes:
+    if available_host_bytes is not None and needed > available_host_bytes:
         raise DeviceError(
             f"The plan keeps {format_size(needed)} of weights in host memory, "
             f"{format_size(needed - available_host_bytes)} more than is available.",
             "Close programs, or solve again with a larger --vram.",
         )
-
-
-def available_host_bytes() -> int:
-    """Return what Linux can give to a new program without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise DeviceError("/proc/meminfo does not tell how much memory is available.", "atsplan needs Linux 3.14 or newer.")
 
 
 def _facts(hardware: Hardware) -> dict[str, object]:

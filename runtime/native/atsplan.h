@@ -36,8 +36,9 @@ enum ats_class { ATS_GPU = 0, ATS_STREAM = 1, ATS_CPU = 2 };
 ATS_EXPORT int ats_set_classes(const char * const * names, const int32_t * decode, const int32_t * prefill, int32_t n);
 
 // Options by name: "ring_bytes" (0 = as small as possible), "prefill_min_tokens", "prefetch" (0|1), "zero_copy" (0|1),
-// "early_launch" (0|1), "statistics" (0|1). For expert by expert decoding: "expert_cache_bytes", and what one expert
-// costs, "expert_cpu_ns", "expert_link_ns", "expert_link_latency_ns"; it is off while one of the first two times is 0.
+// "early_launch" (0|1), "statistics" (0|1), "max_pinned_bytes" (0 = no limit; host weights beyond it are pageable).
+// For expert by expert decoding: "expert_cache_bytes", and what one expert costs, "expert_cpu_ns", "expert_link_ns",
+// "expert_link_latency_ns"; it is off while one of the first two times is 0.
 ATS_EXPORT int ats_set_option(const char * name, int64_t value);
 ATS_EXPORT int ats_get_option(const char * name, int64_t * value);
 
@@ -65,7 +66,7 @@ struct ats_statistics {
     int64_t n_experts_streamed; // copied for this use
     int64_t n_experts_cpu;      // computed on the CPU
     int64_t expert_bytes;       // VRAM held by expert caches now
-    int64_t unpinned_bytes;     // host memory for weights that the driver refused to pin: slow, and never streamed ahead
+    int64_t unpinned_bytes;     // host memory for weights held now that is not pinned: slow, and never streamed ahead
 };
 ATS_EXPORT int ats_get_statistics(struct ats_statistics * out, bool reset);
 

@@ -8,12 +8,14 @@
 #include "ggml-backend-impl.h"
 #include "ggml-cpu.h"
 
-#include <atomic>
+#include <mutex>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unordered_map>
 
-static std::atomic<int64_t> unpinned_bytes{0};
+// Weights are allocated in pieces of this size: when the system refuses to pin more, only the rest is slow.
+static constexpr size_t max_host_buffer_bytes = 64 * 1024 * 1024;
 
 ggml_backend_dev_t ats_inner_device() {
     static ggml_backend_dev_t device = [] {
@@ -33,11 +35,27 @@ ggml_backend_dev_t ats_inner_device() {
     return device;
 }
 
-int64_t ats_unpinned_bytes() {
-    return unpinned_bytes.load();
-}
-
 namespace {
+
+// ---- what of the host memory is pinned ----
+
+struct HostBuffer {
+    void (*free_buffer)(ggml_backend_buffer_t);
+    int64_t size;
+    bool    is_pinned;
+};
+
+std::mutex                                             host_buffers_mutex;
+std::unordered_map<ggml_backend_buffer_t, HostBuffer>  host_buffers;
+
+int64_t held_bytes(bool pinned) {
+    std::lock_guard<std::mutex> lock(host_buffers_mutex);
+    int64_t                     bytes = 0;
+    for (const auto & entry : host_buffers) {
+        bytes += entry.second.is_pinned == pinned ? entry.second.size : 0;
+    }
+    return bytes;
+}
 
 // ---- host buffer type ----
 
@@ -50,15 +68,33 @@ const char * host_type_name(ggml_backend_buffer_type_t) {
     return "ATS_Host";
 }
 
+void host_buffer_free(ggml_backend_buffer_t buffer) {
+    std::unique_lock<std::mutex> lock(host_buffers_mutex);
+    const auto                   entry       = host_buffers.find(buffer);
+    const auto                   free_buffer = entry->second.free_buffer;
+    host_buffers.erase(entry);
+    lock.unlock();
+    free_buffer(buffer);
+}
+
 ggml_backend_buffer_t host_type_alloc(ggml_backend_buffer_type_t type, size_t size) {
-    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(pinned_type(), size);
+    const int64_t bytes   = static_cast<int64_t>(size);
+    const int64_t limit   = current_settings()->max_pinned_bytes;
+    const bool    allowed = limit == 0 || held_bytes(true) + bytes <= limit;
+    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(allowed ? pinned_type() : ggml_backend_cpu_buffer_type(), size);
     if (buffer != nullptr) {
-        if (buffer->buft != pinned_type()) { // the inner type fell back to pageable memory, silently
-            unpinned_bytes += static_cast<int64_t>(size);
-        }
-        buffer->buft = type;
+        // The inner type falls back to pageable memory by itself, silently.
+        const bool is_pinned = allowed && buffer->buft == pinned_type();
+        std::lock_guard<std::mutex> lock(host_buffers_mutex);
+        host_buffers[buffer]      = {buffer->iface.free_buffer, bytes, is_pinned};
+        buffer->iface.free_buffer = host_buffer_free;
+        buffer->buft              = type;
     }
     return buffer;
+}
+
+size_t host_type_max_size(ggml_backend_buffer_type_t) {
+    return max_host_buffer_bytes; // ggml gives a larger tensor a buffer of its own
 }
 
 size_t host_type_alignment(ggml_backend_buffer_type_t) {
@@ -252,13 +288,17 @@ ggml_backend_reg registry = {
 
 } // namespace
 
+int64_t ats_unpinned_bytes() {
+    return held_bytes(false);
+}
+
 ggml_backend_buffer_type_t ats_host_buffer_type() {
     static ggml_backend_buffer_type type = {
         /* .iface   = */ {
             /* .get_name       = */ host_type_name,
             /* .alloc_buffer   = */ host_type_alloc,
             /* .get_alignment  = */ host_type_alignment,
-            /* .get_max_size   = */ nullptr,
+            /* .get_max_size   = */ host_type_max_size,
             /* .get_alloc_size = */ nullptr,
             /* .is_host        = */ host_type_is_host,
         },

@@ -13,5 +13,5 @@ ggml_backend_buffer_type_t ats_host_buffer_type();
 // True for a weight in that memory.
 bool ats_is_host_weight(const ggml_tensor * tensor);
 
-// Host memory that was asked for and could not be pinned, in bytes, since the process started.
+// Bytes of ats_host_buffer_type() that are held and not pinned.
 int64_t ats_unpinned_bytes();

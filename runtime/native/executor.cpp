@@ -326,7 +326,6 @@ ggml_status Executor::compute(ggml_cgraph * graph) {
     totals.n_experts_streamed += experts.n_streamed - experts_before.n_streamed;
     totals.n_experts_cpu += experts.n_cpu - experts_before.n_cpu;
     totals.expert_bytes   = expert_lane_->size_bytes();
-    totals.unpinned_bytes = ats_unpinned_bytes();
     totals.ring_bytes   = static_cast<int64_t>(ring_->size_bytes());
     totals.pinned_bytes = arena_ ? static_cast<int64_t>(ggml_backend_buffer_get_size(arena_.get())) : 0;
     return status;
@@ -424,13 +423,13 @@ int ats_get_statistics(ats_statistics * out, bool reset) {
         return ats_fail("ats_get_statistics: null argument");
     }
     std::lock_guard<std::mutex> lock(registry_mutex);
-    *out = totals;
+    *out                = totals;
+    out->unpinned_bytes = ats_unpinned_bytes();
     if (reset) {
         totals                = {};
         totals.ring_bytes     = out->ring_bytes;
         totals.pinned_bytes   = out->pinned_bytes;
         totals.expert_bytes   = out->expert_bytes;
-        totals.unpinned_bytes = out->unpinned_bytes;
     }
     return 0;
 }

@@ -21,6 +21,7 @@ struct Settings {
     int64_t zero_copy          = 1;
     int64_t early_launch       = 1;
     int64_t statistics         = 1;
+    int64_t max_pinned_bytes   = 0; // of host memory; beyond it, memory is pageable
 
     // Expert by expert decoding, for expert blocks whose weights are all of class ATS_CPU. Off unless both times are set.
     int64_t expert_cache_bytes    = 0; // VRAM for hot experts
