@@ -16,6 +16,7 @@ namespace {
 
 constexpr size_t  max_programs       = 4;   // decode and prefill graphs of the current and the previous shape
 constexpr int64_t runs_before_early  = 3;   // by then kernels are loaded and CUDA graphs captured: no launch can block
+constexpr int64_t long_pause_ns      = 4000000000; // the CUDA backend drops graphs that it did not use for 10 s
 constexpr int     max_nodes_ahead    = 400; // well under the depth of a CUDA launch queue
 constexpr size_t  arena_alignment    = 256;
 
@@ -299,9 +300,9 @@ ggml_status Executor::compute(ggml_cgraph * graph) {
             ats_fail("out of memory while preparing a graph of %d nodes", graph->n_nodes);
             return GGML_STATUS_ALLOC_FAILED;
         }
-        status  = run(*compiled);
+        note_run(*compiled);
+        status = run(*compiled);
         round_base_ += static_cast<uint32_t>(compiled->program.cpu_steps.size());
-        compiled->n_runs++;
     }
     const ExpertCounters & experts = expert_lane_->counters();
     round_.streamed_bytes = ring_->counters().copied_bytes - before.copied_bytes + experts.bytes - experts_before.bytes;
@@ -331,9 +332,20 @@ ggml_status Executor::compute(ggml_cgraph * graph) {
     return status;
 }
 
+// After a pause, CUDA graphs have to be captured anew, and that must not happen while the GPU waits for the host.
+void Executor::note_run(CompiledProgram & compiled) {
+    const int64_t now = now_ns();
+    if (compiled.n_runs > 0 && now - compiled.last_run_ns > long_pause_ns) {
+        compiled.n_runs = 0;
+        expert_lane_->warm_up();
+    }
+    compiled.n_runs++;
+    compiled.last_run_ns = now;
+}
+
 ggml_status Executor::run(CompiledProgram & compiled) {
     const std::vector<Operation> & operations = compiled.program.operations;
-    const bool early = settings_->early_launch != 0 && bridge_->can_fetch_early() && compiled.n_runs >= runs_before_early;
+    const bool early = settings_->early_launch != 0 && bridge_->can_fetch_early() && compiled.n_runs > runs_before_early;
     size_t     next  = 0; // first operation that was not enqueued yet
     ggml_status status = GGML_STATUS_SUCCESS;
     for (size_t i = 0; i < operations.size() && status == GGML_STATUS_SUCCESS; i++) {

@@ -40,12 +40,14 @@ class Executor {
         Program                   program;
         std::vector<CompiledStep> cpu_steps;
         std::vector<uint64_t>     launch_uids; // per operation
-        int64_t                   n_runs = 0;
+        int64_t                   n_runs      = 0; // without a long pause
+        int64_t                   last_run_ns = 0;
     };
 
     Executor() = default;
     CompiledProgram * find_or_compile(ggml_cgraph * graph);
     bool              compile_cpu_steps(CompiledProgram & compiled);
+    void              note_run(CompiledProgram & compiled);
     bool              compile_cpu_step(const CpuStep & step, CompiledStep & result, size_t & bytes);
     bool              grow_arena(size_t bytes);
     ggml_status       run(CompiledProgram & compiled);

@@ -195,10 +195,7 @@ bool ExpertLane::compile(const ExpertBlock & block, const ActivationBridge & bri
         for (int64_t n_columns = 1; n_columns <= block.n_used(); n_columns++) {
             layer->cpu_graphs.push_back(build_graph(*layer, block, n_columns, false));
         }
-        for (int run = 0; run < warm_up_runs; run++) { // so that nothing is captured while another stream waits for us
-            ggml_backend_graph_compute_async(experts_, layer->gpu_graph);
-        }
-        ggml_backend_synchronize(experts_);
+        warm_up(*layer);
         step.layer                       = layer->number;
         layer_of_[block.weights.front()] = layer->number;
         layers_.push_back(std::move(layer));
@@ -211,6 +208,19 @@ bool ExpertLane::compile(const ExpertBlock & block, const ActivationBridge & bri
     step.join = {block.result(), family.gpu_results.back(), family.cpu_results.back()->data,
                  static_cast<const ExpertColumns *>(family.columns->data)};
     return true;
+}
+
+void ExpertLane::warm_up(const Layer & layer) {
+    for (int run = 0; run < warm_up_runs; run++) {
+        ggml_backend_graph_compute_async(experts_, layer.gpu_graph);
+    }
+    ggml_backend_synchronize(experts_);
+}
+
+void ExpertLane::warm_up() {
+    for (const std::unique_ptr<Layer> & layer : layers_) {
+        warm_up(*layer);
+    }
 }
 
 // The number of missing experts to stream that lets the link and the CPU finish at the same time.

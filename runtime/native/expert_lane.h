@@ -41,6 +41,9 @@ class ExpertLane {
     // Build, or find, what runs the block. `bridge` decides how its input reaches the experts.
     bool compile(const ExpertBlock & block, const ActivationBridge & bridge, Step & step);
 
+    // Have the GPU's graphs captured while nothing waits for the host: capturing may wait for the GPU to be idle.
+    void warm_up();
+
     // The graph that the step's share on the GPU needs, for start_experts().
     ggml_cgraph * gpu_graph(const Step & step) const { return layers_[static_cast<size_t>(step.layer)]->gpu_graph; }
 
@@ -77,6 +80,7 @@ class ExpertLane {
 
     static std::string family_of(const ExpertBlock & block);
     bool               allocate(Family & family, const ExpertBlock & block, int n_slots);
+    void               warm_up(const Layer & layer);
     ggml_cgraph *      build_graph(Layer & layer, const ExpertBlock & block, int64_t n_columns, bool on_gpu);
     int                n_to_stream(const Family & family, int n_missing, const Settings & settings) const;
 
