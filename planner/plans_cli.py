@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -32,8 +31,7 @@ def register(app: typer.Typer, here: Here | None) -> None:
     def list_command() -> None:
         """List all shared plans."""
         entries = list(library.plans())
-        if entries:
-            Console().print(_table(entries))
+        _print(entries, None)
         n_profiles = sum(1 for _ in library.profiles())
         where = " and ".join(map(str, library.folders()))
         typer.echo(f"{len(entries)} plans and {n_profiles} profiles in {where}.")
@@ -54,10 +52,7 @@ def register(app: typer.Typer, here: Here | None) -> None:
         hardware = here() if here else None
         if hardware:
             entries = library.nearest(entries, hardware)
-        Console().print(_table(entries))
-        for entry in entries:
-            different = library.differences(entry.record.hardware, hardware) if hardware else ()
-            typer.echo(f"{entry.path}: {'; '.join(different) or ('for this machine' if hardware else '')}")
+        _print(entries, hardware)
 
     @plans.command("add")
     def add_command(
@@ -88,7 +83,7 @@ def register(app: typer.Typer, here: Here | None) -> None:
 
         shared = {path.resolve() for folder in library.folders() for path in library.files(folder)}
         n_bad = 0
-        chosen = [file] if file else sorted(shared)
+        chosen = [file] if file else sorted(path for path in shared if library.kind_of(path))
         for path in chosen:
             problems = check_file(path, is_shared=path.resolve() in shared)
             n_bad += bool(problems)
@@ -97,17 +92,28 @@ def register(app: typer.Typer, here: Here | None) -> None:
             raise AtsplanError(f"{n_bad} of {len(chosen)} cannot be trusted.", _REMEDY)
 
 
-def _table(entries: Sequence[library.Entry[Plan]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for heading in ("model", "GPU", "CPU"):
-        table.add_column(heading)
-    for heading in ("VRAM", "context", "threads", "predicted"):
-        table.add_column(heading, justify="right", no_wrap=True)
+def _print(entries: Sequence[library.Entry[Plan]], here: Hardware | None) -> None:
+    """Print a block per folder: where it is, what machine that was, or how it differs from `here`, and its plans."""
+    console = Console()
+    by_folder: dict[Path, list[library.Entry[Plan]]] = {}
     for entry in entries:
-        plan = entry.record
-        gpu, seconds = plan.hardware.gpu, plan.prediction.decode_seconds_per_token
-        table.add_row(
-            plan.model.name, gpu.name if gpu else "none", plan.hardware.cpu.model, format_size(plan.vram.budget_bytes),
-            str(plan.workload.n_context), str(plan.workload.n_threads), f"{1 / seconds:.1f} t/s" if seconds else "-",
-        )  # fmt: skip
-    return table
+        by_folder.setdefault(entry.path.parent, []).append(entry)
+    for folder, members in by_folder.items():
+        hardware = members[0].record.hardware
+        machine = f"{hardware.gpu.name if hardware.gpu else 'no GPU'}, {hardware.cpu.model}"
+        if here is not None:
+            different = library.differences(hardware, here)
+            machine = f"Another machine: {'; '.join(different)}" if different else "This machine"
+        console.print(f"{folder}\n  {members[0].record.model.name}. {machine}.", highlight=False, soft_wrap=True)
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        for _ in range(4):
+            table.add_column(justify="right", no_wrap=True)
+        for entry in members:
+            plan = entry.record
+            seconds = plan.prediction.decode_seconds_per_token
+            table.add_row(
+                f"  {entry.path.name}", format_size(plan.vram.budget_bytes), f"context {plan.workload.n_context}",
+                f"{plan.workload.n_threads} threads", f"{1 / seconds:.1f} t/s" if seconds else "-",
+            )  # fmt: skip
+        console.print(table, "")

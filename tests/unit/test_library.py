@@ -173,9 +173,11 @@ def test_find(plan_path: Path, profile: Profile) -> None:
     with pytest.raises(AtsplanError, match="There is no shared plan for tin"):
         run("plans", "find", "tin")
     run("plans", "add", str(plan_path))
-    assert run("plans", "find", "tin").splitlines()[-1].endswith("600m-4k.json: for this machine")
+    text = run("plans", "find", "tin")
+    assert "This machine." in text
+    assert "600m-4k.json  600 MiB  context 4096  8 threads" in text
     there = replace(profile.hardware, gpu=None)
-    assert run("plans", "find", "tin", here=there).splitlines()[-1].endswith(": Test GPU instead of no GPU")
+    assert "Another machine: Test GPU instead of no GPU." in run("plans", "find", "tin", here=there)
 
 
 def test_solve_takes_a_shared_profile_of_this_machine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,35 @@ from planner.records import read_record
 from runtime.bench import BenchResult
 
 SHIPPED = Path(library.__file__).parents[1] / "plans"
+FILES = library.files(SHIPPED)
+BENCH_RESULTS = [path for path in FILES if path.name.endswith(library.BENCH_SUFFIX)]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(SHIPPED))
 
 
 def test_the_shipped_library_is_found() -> None:
     assert library.folders()[-1] == SHIPPED
-    assert {path.suffix for path in SHIPPED.rglob("*") if path.is_file()} <= {".json", ".md"}
-    assert {path.parent.parent.parent for path in SHIPPED.rglob("*.json")} <= {SHIPPED}
+    assert set(SHIPPED.rglob("*.json")) == set(FILES)
 
 
-@pytest.mark.parametrize("path", library.files(SHIPPED), ids=lambda path: str(path.relative_to(SHIPPED)))
+@pytest.mark.parametrize("path", FILES, ids=name)
 def test_a_shipped_file(path: Path) -> None:
     assert check_file(path, is_shared=True) == []
-    if path.name.endswith(library.BENCH_SUFFIX):
-        result = read_record(path, BenchResult)
-        plan = read_record(path.with_name(path.name.removesuffix(library.BENCH_SUFFIX) + ".json"), Plan)
-        assert result.plan == plan
-        assert result.hardware == plan.hardware
-        assert result.software == plan.software
-        assert 0 < result.measured.peak_vram_bytes <= plan.vram.budget_bytes
+    assert re.findall(r'"/\w.*', path.read_text()) == []  # no paths of the machine where it was made
+
+
+@pytest.mark.parametrize("path", BENCH_RESULTS, ids=name)
+def test_a_shipped_bench_result(path: Path) -> None:
+    """It is named after the plan that it measured, on the machine that the plan is for, within the budget."""
+    result = read_record(path, BenchResult)
+    plans = {
+        other.name: read_record(other, Plan)
+        for other in path.parent.glob("*.json")
+        if library.kind_of(other) is Plan and path.name.startswith(other.stem)
+    }
+    assert result.plan in plans.values()
+    assert result.hardware.fingerprint == result.plan.hardware.fingerprint
+    assert result.software.llama_cpp_python == result.plan.software.llama_cpp_python
+    assert 0 < result.measured.peak_vram_bytes <= result.plan.vram.budget_bytes
