@@ -11,17 +11,23 @@ void ExpertCache::begin_round() {
         for (auto & entry : scores_) {
             entry.second /= weight_;
         }
+        for (Slot & slot : slots_) {
+            slot.score /= weight_;
+        }
         weight_ = 1.0;
     }
 }
 
 int ExpertCache::use(ExpertKey key) {
-    scores_[key] += weight_;
+    double & score = scores_[key];
+    score += weight_;
     const auto found = where_.find(key);
     if (found == where_.end()) {
         return -1;
     }
-    slots_[static_cast<size_t>(found->second)].last_round = round_;
+    Slot & slot     = slots_[static_cast<size_t>(found->second)];
+    slot.last_round = round_;
+    slot.score      = score;
     return found->second;
 }
 
@@ -37,12 +43,8 @@ int ExpertCache::admit(ExpertKey key) {
     } else {
         double lowest = score(key) / advantage;
         for (size_t i = 0; i < slots_.size(); i++) {
-            if (slots_[i].last_round == round_) {
-                continue;
-            }
-            const double value = score(slots_[i].key);
-            if (value < lowest) {
-                lowest = value;
+            if (slots_[i].last_round != round_ && slots_[i].score < lowest) {
+                lowest = slots_[i].score;
                 victim = static_cast<int>(i);
             }
         }
@@ -50,7 +52,7 @@ int ExpertCache::admit(ExpertKey key) {
     if (victim >= 0) {
         Slot & slot = slots_[static_cast<size_t>(victim)];
         where_.erase(slot.key);
-        slot         = {key, round_};
+        slot         = {key, round_, score(key)};
         where_[key]  = victim;
     }
     return victim;

@@ -43,6 +43,7 @@ class ExpertCache {
     struct Slot {
         ExpertKey key;
         int64_t   last_round = -1;
+        double    score      = 0.0; // as in scores_: admit() looks at every slot
     };
 
     std::vector<Slot>                                    slots_;
