@@ -1,5 +1,7 @@
 #include "expert_cache.h"
 
+#include <algorithm>
+
 static constexpr double ageing     = 1.00002; // per round: with 48 layers, a use halves its worth in about 700 tokens
 static constexpr double max_weight = 1e100;
 static constexpr double advantage  = 1.05; // a newcomer must be this much better: copying back and forth gains nothing
@@ -14,6 +16,7 @@ void ExpertCache::begin_round() {
         for (Slot & slot : slots_) {
             slot.score /= weight_;
         }
+        least_ /= weight_;
         weight_ = 1.0;
     }
 }
@@ -42,7 +45,12 @@ int ExpertCache::admit(ExpertKey key) {
         victim = static_cast<int>(n_filled_++);
     } else {
         double lowest = score(key) / advantage;
+        if (lowest <= least_) {
+            return -1;
+        }
+        least_ = lowest;
         for (size_t i = 0; i < slots_.size(); i++) {
+            least_ = std::min(least_, slots_[i].score);
             if (slots_[i].last_round != round_ && slots_[i].score < lowest) {
                 lowest = slots_[i].score;
                 victim = static_cast<int>(i);

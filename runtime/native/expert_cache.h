@@ -50,6 +50,7 @@ class ExpertCache {
     std::unordered_map<ExpertKey, int, ExpertKeyHash>    where_;
     std::unordered_map<ExpertKey, double, ExpertKeyHash> scores_;
     double                                               weight_ = 1.0; // of a use now; growing it fades the old ones
+    double                                               least_  = 0.0; // no slot has a lower score: slots only gain
     int64_t                                              round_  = 0;
     size_t                                               n_filled_ = 0;
 };
