@@ -21,7 +21,7 @@ def chat(
 
     Ctrl-C ends a reply early. When the context fills, the oldest exchanges are forgotten, and the user is told.
     """
-    formatter = _formatter(engine)
+    formatter = make_formatter(engine)
     messages: list[Message] = []
     while (text := read()) is not None:
         if not text.strip():
@@ -56,7 +56,7 @@ def _fit(engine: Engine, formatter: Jinja2ChatFormatter, messages: list[Message]
     """Return how many old messages to forget so that a reply has room, and the tokens of the rest."""
     n_reserved = min(n_max, engine.n_context // 4)
     for n_forgotten in range(0, len(messages), 2):
-        tokens = _tokens(engine, formatter, messages[n_forgotten:])
+        tokens = prompt_tokens(engine, formatter, messages[n_forgotten:])
         if len(tokens) + n_reserved <= engine.n_context:
             return n_forgotten, tokens
     raise AtsplanError(
@@ -64,7 +64,8 @@ def _fit(engine: Engine, formatter: Jinja2ChatFormatter, messages: list[Message]
     )
 
 
-def _tokens(engine: Engine, formatter: Jinja2ChatFormatter, messages: list[Message]) -> list[int]:
+def prompt_tokens(engine: Engine, formatter: Jinja2ChatFormatter, messages: list[Message]) -> list[int]:
+    """Return the conversation as the model's template writes it. Raises AtsplanError if the template refuses it."""
     try:
         prompt = formatter(messages=messages).prompt  # type: ignore[arg-type]  # a union of typed dicts
     except Exception as error:  # a template is the model's own program: it may raise anything
@@ -72,7 +73,8 @@ def _tokens(engine: Engine, formatter: Jinja2ChatFormatter, messages: list[Messa
     return engine.tokenize(prompt, add_special=False)
 
 
-def _formatter(engine: Engine) -> Jinja2ChatFormatter:
+def make_formatter(engine: Engine) -> Jinja2ChatFormatter:
+    """Return the model's own template. Raises AtsplanError if it has none or a wrong one."""
     template = engine.metadata("tokenizer.chat_template")
     if not template:
         raise AtsplanError("The model has no chat template.", "Give it a text to continue with -p.")

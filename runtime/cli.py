@@ -1,4 +1,4 @@
-"""The commands `run`, `bench` and `export`. What they do is imported when called: --help must not load llama.cpp."""
+"""The commands `run`, `serve`, `bench`, `export`. What they do is imported when called: --help loads no llama.cpp."""
 
 from __future__ import annotations
 
@@ -50,6 +50,26 @@ def register(app: typer.Typer, detect: Detect) -> None:
             prompt=prompt, n_tokens=n_tokens, temperature=temperature, seed=seed,
             wants_statistics=statistics, anyway=anyway,
         )  # fmt: skip
+
+    @app.command()
+    def serve(
+        plan_path: Annotated[
+            Path | None, typer.Option("--plan", help="The plan to serve.", show_default="a shared one for this machine")
+        ] = None,
+        model: Annotated[Path | None, typer.Option("--model", help="The GGUF file, if it has moved.")] = None,
+        host: Annotated[
+            str, typer.Option(help="The address to listen on; 0.0.0.0 for other machines too.")
+        ] = "127.0.0.1",
+        port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 takes a free one.")] = 8080,
+        api_key: Annotated[
+            str | None, typer.Option(help="Answer only to clients that give this key.", envvar="ATSPLAN_API_KEY")
+        ] = None,
+        anyway: Annotated[bool, typer.Option("--anyway", help="Serve a plan made for another machine.")] = False,
+    ) -> None:
+        """Serve a plan over HTTP with OpenAI's API: chat and text completions, also streamed."""
+        from .serve import serve_plan
+
+        serve_plan(plan_path, model, detect, host=host, port=port, api_key=api_key, anyway=anyway)
 
     @app.command("bench")
     def bench_command(

@@ -50,8 +50,8 @@ class Engine:
         with ExitStack() as stack:
             self._model = stack.enter_context(open_model(model_path, settings, self._ggml, on_progress))
             self._context = stack.enter_context(open_context(self._model, settings, self._ggml))
-            self._n_ubatch = int(llama_cpp.llama_n_ubatch(self._context))  # no more than the context holds
-            self._batch = llama_cpp.llama_batch_init(self._n_ubatch, 0, 1)
+            self.n_ubatch = int(llama_cpp.llama_n_ubatch(self._context))  # no more than the context holds
+            self._batch = llama_cpp.llama_batch_init(self.n_ubatch, 0, 1)
             stack.callback(llama_cpp.llama_batch_free, self._batch)
             self._vocab = llama_cpp.llama_model_get_vocab(self._model)
             self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
@@ -84,12 +84,18 @@ class Engine:
                 f"{self.n_tokens + len(tokens)} tokens do not fit into the context of {self.n_context}.",
                 "Shorten the text, or solve again with a larger --ctx.",
             )
-        for first in range(0, len(tokens), self._n_ubatch):
-            part = tokens[first : first + self._n_ubatch]
+        for first in range(0, len(tokens), self.n_ubatch):
+            part = tokens[first : first + self.n_ubatch]
             self._decode(part, wants_logits=first + len(part) == len(tokens))
 
     def evaluate_prompt(self, tokens: Sequence[int]) -> int:
         """Make `tokens` the whole context, reusing the prefix that is there. Return how many were evaluated."""
+        n_kept = self.keep_prefix(tokens)
+        self.evaluate(tokens[n_kept:])
+        return len(tokens) - n_kept
+
+    def keep_prefix(self, tokens: Sequence[int]) -> int:
+        """Cut the context to what it has in common with `tokens`, without their last. Return its length in tokens."""
         n_kept = 0
         while n_kept < min(self.n_tokens, len(tokens) - 1) and self._tokens[n_kept] == tokens[n_kept]:
             n_kept += 1
@@ -98,8 +104,7 @@ class Engine:
             n_kept = 0  # recurrent states cannot be cut
             llama_cpp.llama_memory_clear(memory, True)
         del self._tokens[n_kept:]
-        self.evaluate(tokens[n_kept:])
-        return len(tokens) - n_kept
+        return n_kept
 
     def logits(self) -> NDArray[np.float32]:
         """Return a copy of the last token's logits, shape (n_vocab,). Waits for the device."""

@@ -16,14 +16,14 @@ TOP_P = 0.95
 class Sampler:
     """Greedy at temperature 0; else top-k, top-p and temperature with a seeded draw. Close it, or use `with`."""
 
-    def __init__(self, temperature: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, temperature: float = 0.0, seed: int = 0, top_p: float = TOP_P) -> None:
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
         if temperature <= 0:
             parts = [llama_cpp.llama_sampler_init_greedy()]
         else:
             parts = [
                 llama_cpp.llama_sampler_init_top_k(TOP_K),
-                llama_cpp.llama_sampler_init_top_p(TOP_P, 1),
+                llama_cpp.llama_sampler_init_top_p(top_p, 1),
                 llama_cpp.llama_sampler_init_temp(temperature),
                 llama_cpp.llama_sampler_init_dist(ctypes.c_uint32(seed)),
             ]

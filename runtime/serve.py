@@ -1,0 +1,70 @@
+"""What the command `serve` does: a plan behind OpenAI's HTTP API, for one machine and one request at a time."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import socket
+import sys
+from pathlib import Path
+
+from planner.errors import AtsplanError
+from planner.plan import Plan
+from planner.records import read_record
+
+from . import verify
+from .cli import Detect
+from .commands import find_shared_plan, open_plan
+
+_EXTRA = ("starlette", "uvicorn")  # the packages of the extra `serve`
+
+
+def serve_plan(
+    plan_path: Path | None,
+    model: Path | None,
+    detect: Detect,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    anyway: bool,
+) -> None:
+    """Serve until Ctrl-C. Raises AtsplanError if the plan cannot run or the address cannot be used."""
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise AtsplanError(f"serve needs {' and '.join(missing)}.", "Install with: pip install 'atsplan[serve]'")
+    from . import http_api
+    from .generation import Generator
+
+    plan_path = plan_path or find_shared_plan(model, detect)
+    plan = read_record(plan_path, Plan)
+    model_path = verify.find_model(plan, plan_path, model)
+    name = re.sub(r"(-\d+-of-\d+)?\.gguf$", "", plan.model.file_name)
+    with (
+        _bind(host, port) as listener,
+        open_plan(plan, model_path, detect, anyway=anyway) as (engine, _),
+        Generator(engine) as generator,
+    ):
+        address, port = listener.getsockname()[:2]
+        if api_key is None and not http_api.is_loopback(address):
+            _say("Warning: everyone who reaches this machine can use the model; --api-key asks for a key.")
+        _say(f"Serving {name} at http://{f'[{address}]' if ':' in address else address}:{port}/v1 (Ctrl-C stops it)")
+        http_api.run(generator, name, listener, api_key)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a socket that does not listen yet, so that clients are refused while the model loads."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise AtsplanError(
+            f"Cannot listen on {host} port {port}: {error.strerror or error}.", "Choose another --host or --port."
+        ) from error
+    return listener
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
