@@ -22,6 +22,7 @@ from .library import HYBRID_DEVICE, load
 from .session import LoadSettings, open_context, open_model
 
 TIMEOUT_SECONDS = 300
+_MIN_DIMENSIONS = {"MUL_MAT": 2, "MUL_MAT_ID": 3}  # a matrix with one row, or one expert, keeps its ones
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def _weight_uses(traced: Sequence[TracedWeight], n_tokens: int) -> tuple[WeightU
             name=weight.name,
             op=weight.op,
             type=weight.type,
-            shape=_without_trailing_ones(weight.shape),
+            shape=_without_trailing_ones(weight.shape, _MIN_DIMENSIONS.get(weight.op, 1)),
             size_bytes=weight.size_bytes,
             input_bytes=weight.input_bytes // n_tokens,
             output_bytes=weight.output_bytes // n_tokens,
@@ -127,9 +128,9 @@ def _weight_uses(traced: Sequence[TracedWeight], n_tokens: int) -> tuple[WeightU
     )
 
 
-def _without_trailing_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _without_trailing_ones(shape: tuple[int, ...], n_min: int) -> tuple[int, ...]:
     n = len(shape)
-    while n > 1 and shape[n - 1] == 1:
+    while n > n_min and shape[n - 1] == 1:
         n -= 1
     return shape[:n]
 
