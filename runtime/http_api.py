@@ -174,7 +174,7 @@ class _Guard:
 
     def _refusal(self, headers: Headers) -> api.ApiError | None:
         if self._api_key is not None:
-            given = headers.get("authorization", "").encode()
+            given = headers.get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, self._api_key):
                 return api.ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
         elif self._is_local and not _is_local_name(headers.get("host", "")):

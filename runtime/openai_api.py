@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -123,7 +124,7 @@ def parse_request(body: bytes, kind: type[Body]) -> Body:
         request = kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        path = ".".join(str(part) for part in first["loc"])
+        path = re.sub(r"\.(str|list\[\w+\])", "", ".".join(map(str, first["loc"])))  # without the union's members
         raise ApiError(400, f"{path or 'The body'}: {first['msg']}.", parameter=path or None) from error
     given = request.model_extra or {}
     for name, harmless in _UNSUPPORTED.items():

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from planner.errors import AtsplanError
@@ -54,15 +55,18 @@ def serve_plan(
 
 def _bind(host: str, port: int) -> socket.socket:
     """Return a socket that does not listen yet, so that clients are refused while the model loads."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise AtsplanError(
-            f"Cannot listen on {host} port {port}: {error.strerror or error}.", "Choose another --host or --port."
-        ) from error
+    with ExitStack() as stack:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise AtsplanError(
+                f"Cannot listen on {host} port {port}: {reason}.", "Choose another --host or --port."
+            ) from error
+        stack.pop_all()
     return listener
 
 
