@@ -50,6 +50,7 @@ def _transformers(width: int) -> dict[str, Transformer]:
         "llama": narrow("llama"),
         "mixtral": narrow("llama", n_experts=8, n_experts_used=2, n_ff=width),
         "qwen2": narrow("qwen2", qkv_bias=True),
+        "qwen2vl": narrow("qwen2vl", qkv_bias=True, metadata={"rope.dimension_sections": [16, 8, 8, 0]}),
         "qwen2moe": narrow("qwen2moe", qkv_bias=True, n_ff=width, n_ff_shared=2 * width, **_MOE),
         "qwen3": narrow("qwen3", qk_norm="head"),
         "qwen3moe": narrow("qwen3moe", qk_norm="head", n_ff=width, **_MOE),
@@ -336,6 +337,45 @@ def _qwen3next(name: str, width: int, quantisation: str) -> SyntheticModel:
     return _finish(name, builder, width, metadata, quantisation)
 
 
+def _gemma3n(name: str, width: int, quantisation: str) -> SyntheticModel:
+    """Four streams of hidden states, a second embedding that every layer reads its part of, a tied output matrix."""
+    n_heads, n_streams, n_rank, n_extra = width // _HEAD_DIM, 4, 64, 256
+    builder = Builder(_LAYER_GAIN)
+    builder.embedding(width, _N_VOCAB, width**-0.5)
+    builder.embedding(n_extra * _N_LAYERS, _N_VOCAB, n_extra**-0.5, name="per_layer_token_embd")
+    for projection in ("altup_proj", "altup_unembd_proj"):
+        builder.matrix(projection, width, width, n_streams - 1)
+    builder.matrix("per_layer_model_proj", width, n_extra * _N_LAYERS)
+    builder.norm("per_layer_proj_norm", n_extra)
+    for layer in range(_N_LAYERS):
+        block = f"blk.{layer}"
+        for norm in ("attn_norm", "ffn_norm", "altup_router_norm"):
+            builder.norm(f"{block}.{norm}", width)
+        for norm in (*_POST_NORMS, "post_norm", "laurel_post_norm"):
+            builder.norm(f"{block}.{norm}", width, mean=_LAYER_GAIN)
+        _qkv(builder, block, width, n_heads, n_heads // 2)
+        builder.norm(f"{block}.attn_q_norm", _HEAD_DIM)
+        builder.norm(f"{block}.attn_k_norm", _HEAD_DIM)
+        builder.adding(f"{block}.attn_output", width, width)
+        gated_ffn(builder, block, width, 3 * width)
+        builder.matrix(f"{block}.inp_gate", width, n_extra)
+        builder.matrix(f"{block}.proj", n_extra, width)
+        builder.matrix(f"{block}.laurel_l", width, n_rank)
+        builder.matrix(f"{block}.laurel_r", n_rank, width)
+        builder.plain(f"{block}.altup_router.weight", width, n_streams, std=width**-0.5)
+        builder.plain(f"{block}.altup_predict_coef.weight", n_streams, n_streams**2, std=0.1)
+        builder.plain(f"{block}.altup_correct_coef.weight", n_streams, n_streams, std=0.1)
+        builder.plain(f"{block}.altup_correct_scale.weight", width, mean=1.0)
+    builder.norm("output_norm", width)
+    metadata: dict[str, object] = {
+        **_attention_metadata(n_heads, n_heads // 2),
+        "attention.sliding_window": _WINDOW,
+        "feed_forward_length": 3 * width,
+        "embedding_length_per_layer_input": n_extra,
+    }
+    return _finish(name, builder, width, metadata, quantisation)
+
+
 def _bert(name: str, width: int, quantisation: str) -> SyntheticModel:
     """An encoder that yields embeddings, not logits."""
     n_heads = width // _HEAD_DIM
@@ -398,8 +438,8 @@ def _qkv(builder: Builder, block: str, width: int, n_heads: int, n_kv_heads: int
 
 
 _OTHER_GRAPHS: Mapping[str, Callable[[str, int, str], SyntheticModel]] = MappingProxyType({
-    "deepseek2": _deepseek2, "mamba": _mamba, "falcon-h1": _falcon_h1, "lfm2": _lfm2, "qwen3next": _qwen3next,
-    "bert": _bert, "t5": _t5,
+    "deepseek2": _deepseek2, "gemma3n": _gemma3n, "mamba": _mamba, "falcon-h1": _falcon_h1, "lfm2": _lfm2,
+    "qwen3next": _qwen3next, "bert": _bert, "t5": _t5,
 })  # fmt: skip
 
 _REAL_SIZES = MappingProxyType({

@@ -39,7 +39,7 @@ CONTINUE_NO_TEXT = {"bert-tiny": "keeps no context", "t5-tiny": "is an encoder"}
 GENERATIVE = (
     "llama-tiny", "phi3-tiny", "bloom-tiny", "command-r-tiny", "gemma2-tiny", "gemma3-tiny", "mixtral-tiny",
     "qwen2moe-tiny", "qwen3moe-tiny", "gpt-oss-tiny", "deepseek2-tiny", "mamba-tiny", "falcon-h1-tiny", "lfm2-tiny",
-    "qwen3next-tiny",
+    "qwen3next-tiny", "gemma3n-tiny", "qwen2vl-tiny",
 )  # fmt: skip
 
 
