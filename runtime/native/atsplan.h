@@ -153,7 +153,7 @@ ATS_EXPORT int ats_bench_host(int32_t n_threads, const struct ats_matmul_spec * 
 ATS_EXPORT int ats_bench_experts(const int64_t * matrix_bytes, int32_t n_matrices, int32_t n_experts, int64_t cold_bytes,
                                  int32_t n_warmup, int32_t n_samples, int64_t * samples);
 
-struct ats_contention { // bytes per second
+struct ats_contention { // bytes per second, medians over several windows within about three times the duration
     double cpu_alone, cpu_while_link_busy, link_alone, link_while_cpu_busy;
 };
 ATS_EXPORT int ats_bench_contention(int32_t n_threads, const struct ats_matmul_spec * spec, int64_t copy_bytes,

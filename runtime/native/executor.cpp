@@ -3,14 +3,13 @@
 #include "device.h"
 #include "error.h"
 #include "sim.h"
+#include "statistics.h"
 
 #include "ggml-backend-impl.h"
 
 #include <algorithm>
 #include <chrono>
 #include <mutex>
-#include <string.h>
-#include <unordered_map>
 
 namespace {
 
@@ -18,11 +17,9 @@ constexpr size_t  max_programs       = 4;   // decode and prefill graphs of the 
 constexpr int64_t runs_before_early  = 3;   // by then kernels are loaded and CUDA graphs captured: no launch can block
 constexpr int64_t long_pause_ns      = 4000000000; // the CUDA backend drops graphs that it did not use for 10 s
 constexpr int     max_nodes_ahead    = 400; // well under the depth of a CUDA launch queue
-constexpr size_t  arena_alignment    = 256;
 
 std::mutex              registry_mutex;
 std::vector<Executor *> executors;
-ats_statistics          totals = {};
 
 int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -44,10 +41,6 @@ class Stopwatch {
     int64_t   start_;
     bool      enabled_;
 };
-
-size_t align_up(size_t size) {
-    return (size + arena_alignment - 1) / arena_alignment * arena_alignment;
-}
 
 } // namespace
 
@@ -108,90 +101,6 @@ void Executor::release_memory() {
     expert_lane_->free_memory();
 }
 
-bool Executor::grow_arena(size_t bytes) {
-    if (arena_ && ggml_backend_buffer_get_size(arena_.get()) >= bytes) {
-        return true;
-    }
-    ggml_backend_synchronize(compute_.get());
-    programs_.clear(); // they hold addresses in the old arena
-    ggml_backend_buffer_type_t type = ggml_backend_dev_host_buffer_type(ats_inner_device());
-    arena_.reset(ggml_backend_buft_alloc_buffer(type != nullptr ? type : ggml_backend_cpu_buffer_type(), bytes));
-    return arena_ != nullptr;
-}
-
-// Clone the step's nodes into the arena, and count the bytes it takes; while there is no arena, only count.
-bool Executor::compile_cpu_step(const CpuStep & step, CompiledStep & result, size_t & bytes) {
-    const size_t     n      = step.nodes.size();
-    size_t           n_tensors = n;
-    for (const ggml_tensor * node : step.nodes) {
-        n_tensors += std::count_if(std::begin(node->src), std::end(node->src), [](const ggml_tensor * source) { return source != nullptr; });
-    }
-    ggml_init_params params = {n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n, false), nullptr, true};
-    result.context.reset(ggml_init(params));
-    if (!result.context) {
-        return false;
-    }
-    char *                                                 base = arena_ ? static_cast<char *>(ggml_backend_buffer_get_base(arena_.get())) : nullptr;
-    std::unordered_map<const ggml_tensor *, char *>        places; // memory root of a node of this step -> its place
-    std::unordered_map<const ggml_tensor *, ggml_tensor *> clones;
-    bytes = 0;
-
-    const auto take = [&](size_t size) {
-        char * place = base == nullptr ? nullptr : base + bytes;
-        bytes += align_up(size);
-        return place;
-    };
-    const auto clone_at = [&](const ggml_tensor * original, char * place) {
-        ggml_tensor * clone = ggml_new_tensor(result.context.get(), original->type, GGML_MAX_DIMS, original->ne);
-        *clone              = *original;
-        clone->data         = place;
-        clone->buffer       = arena_.get();
-        clone->view_src     = nullptr;
-        clone->view_offs    = 0;
-        clones[original]    = clone;
-        return clone;
-    };
-
-    for (ggml_tensor * input : step.inputs) {
-        char *        place = take(ggml_nbytes(input));
-        ggml_tensor * clone = clone_at(input, place);
-        clone->op           = GGML_OP_NONE;
-        memset(clone->src, 0, sizeof clone->src);
-        result.inputs.push_back({input, place, ggml_nbytes(input)});
-    }
-    result.graph = ggml_new_graph_custom(result.context.get(), n, false);
-    for (ggml_tensor * node : step.nodes) {
-        char *        place = take(ggml_nbytes(node));
-        ggml_tensor * clone = clone_at(node, place);
-        places[node]        = place;
-        clone->flags |= GGML_TENSOR_FLAG_COMPUTE;
-        for (ggml_tensor *& source : clone->src) {
-            if (source == nullptr || ats_is_host_weight(source)) {
-                continue; // weights are computed where they lie
-            }
-            const auto known = clones.find(source);
-            if (known != clones.end()) {
-                source = known->second;
-                continue;
-            }
-            const auto place_of_root = places.find(memory_root(source)); // a view of a result of this step
-            if (place_of_root == places.end()) {
-                return false;
-            }
-            const ptrdiff_t offset = static_cast<char *>(source->data) - static_cast<char *>(memory_root(source)->data);
-            ggml_tensor *   view   = clone_at(source, base == nullptr ? nullptr : place_of_root->second + offset);
-            view->op               = GGML_OP_NONE;
-            memset(view->src, 0, sizeof view->src);
-            source = view;
-        }
-        ggml_graph_add_node(result.graph, clone);
-        if (std::find(step.outputs.begin(), step.outputs.end(), node) != step.outputs.end()) {
-            result.outputs.push_back({node, place, ggml_nbytes(node)});
-        }
-    }
-    return true;
-}
-
 Executor::CompiledProgram * Executor::find_or_compile(ggml_cgraph * graph) {
     const std::shared_ptr<const Settings> wanted = current_settings();
     if (wanted != settings_) {
@@ -250,12 +159,7 @@ bool Executor::compile_cpu_steps(CompiledProgram & compiled) {
             continue;
         }
         blocks[i] = {};
-        CompiledStep sized;
-        size_t       bytes = 0;
-        if (!compile_cpu_step(steps[i], sized, bytes)) {
-            return false;
-        }
-        needed = std::max(needed, bytes);
+        needed    = std::max(needed, Arena::bytes_for(steps[i]));
     }
     const int generation = expert_lane_->generation();
     if (!expert_blocks.empty() && !expert_lane_->prepare(expert_blocks, *settings_)) {
@@ -264,33 +168,31 @@ bool Executor::compile_cpu_steps(CompiledProgram & compiled) {
     if (generation != expert_lane_->generation()) {
         programs_.clear();
     }
-    // Steps follow each other on both lanes, so they share one arena: a step's inputs are published only after the
-    // outputs of the step before it were fetched.
-    if (needed > 0 && !grow_arena(needed)) {
-        return false;
+    if (needed > arena_.size_bytes()) {
+        ggml_backend_synchronize(compute_.get());
+        programs_.clear();
+        if (!arena_.allocate(needed)) {
+            return false;
+        }
     }
     for (size_t i = 0; i < steps.size(); i++) {
         compiled.cpu_steps.emplace_back();
-        CompiledStep & step  = compiled.cpu_steps.back();
-        size_t         bytes = 0;
-        if (blocks[i].nodes.empty()) {
-            if (!compile_cpu_step(steps[i], step, bytes)) {
-                return false;
-            }
-        } else {
+        CompiledStep & step = compiled.cpu_steps.back();
+        if (!blocks[i].nodes.empty()) {
             step.experts = std::make_unique<ExpertLane::Step>();
-            if (!expert_lane_->compile(blocks[i], *bridge_, *step.experts)) {
-                return false;
-            }
-            step.inputs = step.experts->inputs;
+        }
+        const bool ok = step.experts != nullptr ? expert_lane_->compile(blocks[i], *bridge_, *step.experts)
+                                                : arena_.compile(steps[i], step.plain);
+        if (!ok) {
+            return false;
         }
     }
     return true;
 }
 
 ggml_status Executor::compute(ggml_cgraph * graph) {
-    round_              = {};
-    ggml_status  status = GGML_STATUS_SUCCESS;
+    round_                              = {};
+    ggml_status          status         = GGML_STATUS_SUCCESS;
     const RingCounters   before         = ring_->counters();
     const ExpertCounters experts_before = expert_lane_->counters();
     {
@@ -309,26 +211,14 @@ ggml_status Executor::compute(ggml_cgraph * graph) {
     round_.n_streamed     = ring_->counters().n_copies - before.n_copies;
     round_.n_slot_stalls  = ring_->counters().n_stalls - before.n_stalls;
 
-    std::lock_guard<std::mutex> lock(registry_mutex);
-    totals.n_graphs++;
-    totals.n_compiles += round_.n_compiles;
-    totals.total_ns += round_.total_ns;
-    totals.cpu_ns += round_.cpu_ns;
-    totals.wait_gpu_ns += round_.wait_gpu_ns;
-    totals.launch_ns += round_.launch_ns;
-    totals.copy_issue_ns += round_.copy_issue_ns;
-    totals.streamed_bytes += round_.streamed_bytes;
-    totals.activation_bytes += round_.activation_bytes;
-    totals.n_cpu_steps += round_.n_cpu_steps;
-    totals.n_gpu_steps += round_.n_gpu_steps;
-    totals.n_streamed += round_.n_streamed;
-    totals.n_slot_stalls += round_.n_slot_stalls;
-    totals.n_experts_resident += experts.n_resident - experts_before.n_resident;
-    totals.n_experts_streamed += experts.n_streamed - experts_before.n_streamed;
-    totals.n_experts_cpu += experts.n_cpu - experts_before.n_cpu;
-    totals.expert_bytes   = expert_lane_->size_bytes();
-    totals.ring_bytes   = static_cast<int64_t>(ring_->size_bytes());
-    totals.pinned_bytes = arena_ ? static_cast<int64_t>(ggml_backend_buffer_get_size(arena_.get())) : 0;
+    round_.n_experts_resident = experts.n_resident - experts_before.n_resident;
+    round_.n_experts_streamed = experts.n_streamed - experts_before.n_streamed;
+    round_.n_experts_cpu      = experts.n_cpu - experts_before.n_cpu;
+    round_.ring_bytes         = static_cast<int64_t>(ring_->size_bytes());
+    round_.pinned_bytes       = static_cast<int64_t>(arena_.size_bytes());
+    round_.expert_bytes       = expert_lane_->size_bytes();
+    round_.n_graphs           = 1;
+    add_statistics(round_);
     return status;
 }
 
@@ -396,20 +286,26 @@ ggml_status Executor::enqueue(CompiledProgram & compiled, size_t index) {
                                    [&] { return ggml_backend_graph_compute_async(compute_.get(), &view); });
     }
     Stopwatch            stopwatch(round_.launch_ns, timed);
-    const CompiledStep & step = compiled.cpu_steps[operation.cpu_step];
-    const bool           up   = operation.kind == OperationKind::fetch;
-    if (up && step.experts != nullptr) {
+    const CompiledStep & step  = compiled.cpu_steps[operation.cpu_step];
+    const uint32_t       round = round_of(operation);
+    bool                 ok    = true;
+    if (operation.kind == OperationKind::publish) {
+        ok = bridge_->publish(count_bytes(step.inputs()), round);
+        ok = ok && (step.experts == nullptr || bridge_->start_experts(expert_lane_->gpu_graph(*step.experts), round));
+    } else if (step.experts == nullptr) {
+        ok = bridge_->fetch(count_bytes(step.plain.outputs), round);
+    } else {
         round_.activation_bytes += static_cast<int64_t>(ggml_nbytes(step.experts->join.result));
-        return bridge_->join_experts(step.experts->join, round_of(operation)) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
-    }
-    for (const Crossing & crossing : up ? step.outputs : step.inputs) {
-        round_.activation_bytes += static_cast<int64_t>(crossing.bytes);
-    }
-    bool ok = up ? bridge_->fetch(step.outputs, round_of(operation)) : bridge_->publish(step.inputs, round_of(operation));
-    if (step.experts != nullptr) {
-        ok = ok && bridge_->start_experts(expert_lane_->gpu_graph(*step.experts), round_of(operation));
+        ok = bridge_->join_experts(step.experts->join, round);
     }
     return ok ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
+}
+
+const std::vector<Crossing> & Executor::count_bytes(const std::vector<Crossing> & crossings) {
+    for (const Crossing & crossing : crossings) {
+        round_.activation_bytes += static_cast<int64_t>(crossing.bytes);
+    }
+    return crossings;
 }
 
 ggml_status Executor::compute_step(CompiledProgram & compiled, const Operation & operation) {
@@ -425,25 +321,9 @@ ggml_status Executor::compute_step(CompiledProgram & compiled, const Operation &
     round_.n_cpu_steps++;
     const CompiledStep & step   = compiled.cpu_steps[operation.cpu_step];
     const ggml_status    status = step.experts != nullptr ? expert_lane_->run(*step.experts, *bridge_, round_of(operation), *settings_)
-                                                          : ggml_backend_graph_compute(cpu_.get(), step.graph);
+                                                          : ggml_backend_graph_compute(cpu_.get(), step.plain.graph);
     bridge_->mark_computed(round_of(operation));
     return status;
-}
-
-int ats_get_statistics(ats_statistics * out, bool reset) {
-    if (out == nullptr) {
-        return ats_fail("ats_get_statistics: null argument");
-    }
-    std::lock_guard<std::mutex> lock(registry_mutex);
-    *out                = totals;
-    out->unpinned_bytes = ats_unpinned_bytes();
-    if (reset) {
-        totals                = {};
-        totals.ring_bytes     = out->ring_bytes;
-        totals.pinned_bytes   = out->pinned_bytes;
-        totals.expert_bytes   = out->expert_bytes;
-    }
-    return 0;
 }
 
 int ats_release_memory(void) {

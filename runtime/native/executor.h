@@ -1,6 +1,7 @@
 // Executes graphs on the two lanes. One executor per backend instance; used from one thread at a time.
 #pragma once
 
+#include "arena.h"
 #include "bridge.h"
 #include "expert_lane.h"
 #include "schedule.h"
@@ -26,12 +27,11 @@ class Executor {
     void           release_memory();
 
   private:
-    // A CPU step with its activations in the arena: clones of the nodes, so that nothing is patched per token.
     struct CompiledStep {
-        ggml_context_ptr                  context;
-        ggml_cgraph *                     graph = nullptr;
-        std::vector<Crossing>             inputs, outputs;
-        std::unique_ptr<ExpertLane::Step> experts; // instead of the graph and the outputs
+        ArenaStep                         plain;
+        std::unique_ptr<ExpertLane::Step> experts; // instead, where the step is an expert block
+
+        const std::vector<Crossing> & inputs() const { return experts != nullptr ? experts->inputs : plain.inputs; }
     };
 
     struct CompiledProgram {
@@ -48,11 +48,10 @@ class Executor {
     CompiledProgram * find_or_compile(ggml_cgraph * graph);
     bool              compile_cpu_steps(CompiledProgram & compiled);
     void              note_run(CompiledProgram & compiled);
-    bool              compile_cpu_step(const CpuStep & step, CompiledStep & result, size_t & bytes);
-    bool              grow_arena(size_t bytes);
     ggml_status       run(CompiledProgram & compiled);
     void              prefetch(const CompiledProgram & compiled);
     ggml_status       enqueue(CompiledProgram & compiled, size_t index);
+    const std::vector<Crossing> & count_bytes(const std::vector<Crossing> & crossings);
     ggml_status       compute_step(CompiledProgram & compiled, const Operation & operation);
     uint32_t          round_of(const Operation & operation) const { return round_base_ + static_cast<uint32_t>(operation.cpu_step) + 1; }
 
@@ -63,7 +62,7 @@ class Executor {
     std::unique_ptr<ExpertLane>                   expert_lane_;
     std::unique_ptr<ggml_threadpool, void (*)(ggml_threadpool *)> threadpool_{nullptr, ggml_threadpool_free};
     int                                           n_threads_ = 0;
-    ggml_backend_buffer_ptr                       arena_; // pinned host memory for the activations of one CPU step
+    Arena                                         arena_;
     std::shared_ptr<const Settings>               settings_;
     std::vector<std::unique_ptr<CompiledProgram>> programs_; // most recently used last
     uint32_t                                      round_base_ = 0;
