@@ -18,7 +18,7 @@ from planner.records import from_json, read_record, to_json
 from planner.solve import solve
 from planner.units import MIB
 from planner.workload import Workload
-from profiler import cli, commands, suite
+from profiler import cli, commands, jobs, suite
 from profiler.suite import Settings, profile_model
 from profiler.synthetic_model import write_synthetic_model
 from runtime.routing import count_routing
@@ -137,6 +137,7 @@ def test_experts_and_their_routing(
 ) -> None:
     monkeypatch.setattr(suite, "MAX_COLD_BYTES", 32 * MIB)
     monkeypatch.setattr(cache, "MAX_NOISY_FRACTION", 1.0)
+    monkeypatch.setattr(jobs, "KERNELS_BUDGET_SECONDS", 2.0)
     model = write_synthetic_model(tmp_path / "moe.gguf", "qwen3moe-tiny")[0]
     text, out = tmp_path / "text.txt", tmp_path / "profile.json"
     generator = random.Random(0)
