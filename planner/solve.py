@@ -53,6 +53,7 @@ def solve(
     `objective="paper"` solves the static problem only: VRAM or CPU, streaming for prompts. `check` solves the static
     problem a second time with CP-SAT. `n_threads = 0` chooses among the measured ones.
     Raises InfeasibleError if the budget or host memory is too small, AtsplanError if the profile lacks something.
+    Source: "paper" is Algorithm 1 of arXiv 2607.10183; "joint" is our extension by streaming, see notebooks/README.md.
     """
     started = time.perf_counter()
     notes = _check_inputs(profile, workload)

@@ -17,13 +17,12 @@ from planner.gguf_model import read_model_info
 from planner.hardware import Cpu
 from planner.measurements import ModelInfo, Profile
 from planner.records import to_json, write_record, write_text
-from planner.workload import Workload
 from runtime.build import native_helper
 
-from .detect import detect_cpu, detect_hardware, detect_software, resolve_device
+from .detect import detect_cpu, detect_hardware, detect_software
 from .report import role_table
 from .routing import describe, with_routing
-from .suite import OnProgress, Settings, profile_model
+from .suite import OnProgress, Settings, default_threads, profile_model
 
 MAX_NOTES_SHOWN = 5
 
@@ -34,10 +33,7 @@ def profile_command(
 ) -> None:  # fmt: skip
     """Measure `model`, or find it measured, and print and write what was asked for. Raises AtsplanError."""
     info = read_model_info(model)
-    n_context = n_context or min(Workload.n_context, info.n_context_train)
-    settings = Settings(
-        resolve_device(device), parse_threads(threads, detect_cpu()), n_context, min(n_ubatch, n_context)
-    )
+    settings = Settings.for_model(info, device, parse_threads(threads, detect_cpu()), n_context, n_ubatch)
     profile = None if force else find_cached(info, settings)
     if profile is None:
         native_helper(_say)  # before the progress bar: compiling it takes a while and says so
@@ -69,7 +65,7 @@ def profile_command(
 def parse_threads(text: str, cpu: Cpu) -> tuple[int, ...]:
     """Return the thread counts in `text`, ascending; the physical cores and half of them if it is empty."""
     if not text:
-        return tuple(sorted({max(1, cpu.physical_cores // 2), cpu.physical_cores}))
+        return default_threads(cpu)
     try:
         counts = sorted({int(part) for part in text.split(",")})
     except ValueError:

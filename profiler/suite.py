@@ -19,13 +19,15 @@ from planner.measurements import (
     KernelTiming,
     LinkTiming,
     MemoryCase,
+    ModelInfo,
     Profile,
 )
 from planner.units import GIB, MIB
+from planner.workload import Workload
 from runtime.inspect_model import Inspection, inspect_model
 
 from . import bench, jobs
-from .detect import detect_hardware, detect_software, machine_state
+from .detect import detect_cpu, detect_hardware, detect_software, machine_state, resolve_device
 from .jobs import Job, Machine, Timing
 from .measure import relative_mad
 from .worker import Worker
@@ -41,22 +43,49 @@ OnProgress = Callable[[float, str], None]  # the done fraction, and what comes n
 
 @dataclass(frozen=True)
 class Settings:
-    """`device` is "cuda0", ..., "sim", or "none" for the CPU alone."""
+    """`device` is "cuda0", ..., "sim", or "none" for the CPU alone. Contexts and batches are in tokens."""
 
     device: str
     threads: tuple[int, ...]
     n_context: int
     n_ubatch: int
 
+    @classmethod
+    def for_model(
+        cls,
+        info: ModelInfo,
+        device: str = "auto",
+        threads: tuple[int, ...] = (),
+        n_context: int | None = None,
+        n_ubatch: int = Workload.n_ubatch,
+    ) -> Settings:
+        """Fill in what suits the model and this machine. Raises DeviceError for a device that is not here."""
+        device = resolve_device(device)
+        n_context = n_context or min(Workload.n_context, info.n_context_train)
+        return cls(device, threads or default_threads(detect_cpu()), n_context, min(n_ubatch, n_context))
 
-def profile_model(path: str | os.PathLike[str], settings: Settings, on_progress: OnProgress) -> Profile:
-    """Measure the model at `path`. Takes seconds to minutes, and memory for a few copies of one weight.
 
-    Raises InvalidFileError for a model that llama.cpp cannot use, DeviceError for a device that fails.
+def default_threads(cpu: Cpu) -> tuple[int, ...]:
+    """Return the thread counts worth measuring: all cores and half of them."""
+    return tuple(sorted({max(1, cpu.physical_cores // 2), cpu.physical_cores}))
+
+
+def profile_model(
+    path: str | os.PathLike[str],
+    settings: Settings | None = None,
+    on_progress: OnProgress = lambda fraction, label: None,
+) -> Profile:
+    """Measure every weight of the GGUF model at `path` on this machine: median seconds per kernel, bytes, rates.
+
+    Without `settings`, on the first GPU at the default context. Nothing is cached. Takes seconds to minutes, and
+    memory for a few copies of one weight. Works in child processes: a script calls it under
+    `if __name__ == "__main__":`.
+    Raises InvalidFileError for a model that llama.cpp cannot use, DeviceError for a device that is absent or fails.
     """
     on_progress(0.0, "the model's graph")
     model = read_gguf(path)
     info = model_info(model)
+    settings = settings or Settings.for_model(info)
     hardware = detect_hardware(settings.device)
     state = machine_state(settings.device)
     # The native helper always has a device, though not always one to measure.
