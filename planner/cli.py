@@ -11,6 +11,7 @@ from rich.console import Console
 
 from . import cache, library
 from .errors import AtsplanError, InfeasibleError, MismatchError
+from .examples import examples
 from .gguf_model import read_model_info
 from .measurements import ModelInfo, Profile
 from .memory import DEFAULT_MARGIN_BYTES
@@ -61,7 +62,13 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
     """Add the commands to `app`. `here` tells what machine this is, for shared plans."""
     register_plans(app, here)
 
-    @app.command()
+    @app.command(
+        epilog=examples(
+            "atsplan solve --vram 6G",
+            "atsplan solve model.gguf --vram 6G --ctx 8192 --workload agent --out plan.json",
+            "atsplan solve profile.json --vram 8G --threads 8",
+        )
+    )
     def solve(
         vram: Annotated[str, typer.Option(help="VRAM budget: 6G, 6GiB or 6144M.")],
         source: Source = None,
@@ -92,7 +99,9 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
         console.print(plan_view(plan))
         console.print(f"Written to {out}{' (from the cache)' if is_cached else ''}.", highlight=False, soft_wrap=True)
 
-    @app.command()
+    @app.command(
+        epilog=examples("atsplan sweep --vram 4G..24G", "atsplan sweep model.gguf --vram 4G..12G --png sweep.png")
+    )
     def sweep(
         vram: Annotated[str, typer.Option(help="Range of VRAM budgets: 4G..24G.")],
         source: Source = None,
@@ -126,7 +135,13 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
             gpu = profile.hardware.gpu.name if profile.hardware.gpu else ""
             sweeping.write_sweep_png(png, points, f"{profile.model.name} on {gpu}, predicted")
 
-    @app.command()
+    @app.command(
+        epilog=examples(
+            "atsplan show plan.json --timeline",
+            "atsplan show plan.json --html plan.html",
+            "atsplan show profile.json --png densities.png",
+        )
+    )
     def show(
         file: Annotated[Path, typer.Argument(help="A plan or a profile.", show_default=False)],
         timeline: Annotated[bool, typer.Option("--timeline", help="Draw the lanes while one token is made.")] = False,

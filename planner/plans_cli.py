@@ -12,6 +12,7 @@ from rich.table import Table
 
 from . import library
 from .errors import AtsplanError
+from .examples import examples
 from .gguf_model import read_model_info
 from .hardware import Hardware
 from .plan import Plan
@@ -27,7 +28,7 @@ def register(app: typer.Typer, here: Here | None) -> None:
     plans = typer.Typer(help="Plans that people share: the shipped ones, and those in your own folder.")
     app.add_typer(plans, name="plans")
 
-    @plans.command("list")
+    @plans.command("list", epilog=examples("atsplan plans list"))
     def list_command() -> None:
         """List all shared plans."""
         entries = list(library.plans())
@@ -36,7 +37,7 @@ def register(app: typer.Typer, here: Here | None) -> None:
         where = " and ".join(map(str, library.folders()))
         typer.echo(f"{len(entries)} plans and {n_profiles} profiles in {where}.")
 
-    @plans.command("find")
+    @plans.command("find", epilog=examples("atsplan plans find model.gguf", "atsplan plans find qwen3"))
     def find_command(
         model: Annotated[str, typer.Argument(help="A GGUF file, or a part of a model's name.", show_default=False)],
     ) -> None:
@@ -54,7 +55,7 @@ def register(app: typer.Typer, here: Here | None) -> None:
             entries = library.nearest(entries, hardware)
         _print(entries, hardware)
 
-    @plans.command("add")
+    @plans.command("add", epilog=examples("atsplan plans add plan.json", "atsplan plans add plan.json --name 6g-chat"))
     def add_command(
         file: Annotated[Path, typer.Argument(help="A plan or a profile.", show_default=False)],
         name: Annotated[str, typer.Option(help="Name of the file.", show_default="budget and context")] = "",
@@ -72,7 +73,7 @@ def register(app: typer.Typer, here: Here | None) -> None:
             typer.echo(library.add(profile))
         typer.echo(library.add(record, name))
 
-    @plans.command("check")
+    @plans.command("check", epilog=examples("atsplan plans check", "atsplan plans check plan.json"))
     def check_command(
         file: Annotated[
             Path | None, typer.Argument(help="A plan or a profile.", show_default="all shared ones")

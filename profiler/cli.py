@@ -7,13 +7,21 @@ from typing import Annotated
 
 import typer
 
+from planner.examples import examples
 from planner.workload import Workload
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
 
-    @app.command()
+    @app.command(
+        epilog=examples(
+            "atsplan profile model.gguf",
+            "atsplan profile model.gguf --threads 4,8,16 --out profile.json",
+            "atsplan profile mixture.gguf --routing text.txt",
+            "atsplan profile model.gguf --device sim",
+        )
+    )
     def profile(
         model: Annotated[Path, typer.Argument(help="A GGUF file, or any of its shards.", show_default=False)],
         device: Annotated[
@@ -46,7 +54,7 @@ def register(app: typer.Typer) -> None:
             out=out, csv=csv, routing_text=routing_text, as_json=as_json, force=force,
         )  # fmt: skip
 
-    @app.command()
+    @app.command(epilog=examples("atsplan doctor", "atsplan doctor model.gguf"))
     def doctor(
         model: Annotated[Path | None, typer.Argument(help="A GGUF file that should fit.", show_default=False)] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from planner.examples import examples
 from planner.hardware import Hardware, Software
 
 Detect = Callable[[str], tuple[Hardware, Software]]  # for a device name; the profiler knows how
@@ -27,7 +28,13 @@ class Target(StrEnum):
 def register(app: typer.Typer, detect: Detect) -> None:
     """Add the commands to `app`."""
 
-    @app.command()
+    @app.command(
+        epilog=examples(
+            "atsplan run --plan plan.json",
+            'atsplan run --plan plan.json -p "Gravity is" -n 200 --stats',
+            'atsplan run --model model.gguf -p "Gravity is" --temp 0.8 --seed 1',
+        )
+    )
     def run(
         plan_path: Annotated[
             Path | None, typer.Option("--plan", help="The plan to run.", show_default="a shared one for this machine")
@@ -51,7 +58,12 @@ def register(app: typer.Typer, detect: Detect) -> None:
             wants_statistics=statistics, anyway=anyway,
         )  # fmt: skip
 
-    @app.command()
+    @app.command(
+        epilog=examples(
+            "atsplan serve --plan plan.json",
+            "atsplan serve --plan plan.json --host 0.0.0.0 --port 8000 --api-key SECRET",
+        )
+    )
     def serve(
         plan_path: Annotated[
             Path | None, typer.Option("--plan", help="The plan to serve.", show_default="a shared one for this machine")
@@ -71,7 +83,14 @@ def register(app: typer.Typer, detect: Detect) -> None:
 
         serve_plan(plan_path, model, detect, host=host, port=port, api_key=api_key, anyway=anyway)
 
-    @app.command("bench")
+    @app.command(
+        "bench",
+        epilog=examples(
+            "atsplan bench --plan plan.json",
+            "atsplan bench --plan plan.json --against llama.cpp --depth 0,2048 --json bench.json",
+            "atsplan bench --plan plan.json --ablate",
+        ),
+    )
     def bench_command(
         plan_path: Annotated[Path, typer.Option("--plan", help="The plan to measure.")],
         against: Annotated[Against | None, typer.Option("--against", help="Measure this too, same budget.")] = None,
@@ -93,7 +112,13 @@ def register(app: typer.Typer, detect: Detect) -> None:
             against_plain=against is not None, ablate=ablate, json_path=json_path, anyway=anyway,
         )  # fmt: skip
 
-    @app.command()
+    @app.command(
+        epilog=examples(
+            "atsplan export --plan plan.json --to llama-server",
+            "atsplan export --plan plan.json --to python > generate.py",
+            "atsplan export --plan plan.json --to llama-bench --static",
+        )
+    )
     def export(
         plan_path: Annotated[Path, typer.Option("--plan", help="The plan to export.")],
         target: Annotated[Target, typer.Option("--to", help="What is to run it.")],
