@@ -19,7 +19,7 @@ from .units import MIB, format_size
 _MARKS: dict[WeightClass, tuple[str, str]] = {"gpu": ("█", "green"), "stream": ("▒", "yellow"), "cpu": ("·", "magenta")}
 HEADINGS: dict[WeightClass, str] = {"gpu": "in VRAM", "stream": "streamed", "cpu": "on the CPU"}
 _LANES = {"gpu": ("GPU", "green"), "link": ("link", "yellow"), "cpu": ("CPU", "magenta")}
-_BLOCK = re.compile(r"^blk\.(\d+)\.(.+)$")
+_BLOCK = re.compile(r"^blk\.(\d{1,3})\.(.+)$")  # llama.cpp knows no model with a thousand layers
 
 
 def plan_view(plan: Plan) -> RenderableType:
