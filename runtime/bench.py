@@ -241,7 +241,8 @@ def remarks(result: BenchResult) -> list[str]:
             measured.statistics.n_experts_cpu,
         )
         if any(experts):
-            lines.append(f"experts: {describe_experts(*experts, measured.n_statistics_tokens)}")
+            predicted = ", ".join(f"{n:.1f}" for n in plan.prediction.decode_experts)
+            lines.append(f"experts: {describe_experts(*experts, measured.n_statistics_tokens)}; predicted {predicted}")
         if measured.statistics.unpinned_bytes:
             lines.append(f"not pinned: {format_size(measured.statistics.unpinned_bytes)} of host memory, which is slow")
     if measured.gpu_busy_fraction is not None:

@@ -17,6 +17,7 @@ from planner.plan import Placement, Plan
 from planner.records import from_json, read_record, to_json
 from runtime import bench
 from runtime.bench_worker import DepthTimes, Measured, Task
+from runtime.bindings import Statistics
 from runtime.commands import parse_depths
 from runtime.plain_settings import Candidate, Search, largest
 from runtime.session import LoadSettings
@@ -146,3 +147,15 @@ def test_depths_beyond_the_context_are_refused(plan: Plan) -> None:
             plan, Path("plan.json"), Path("model.gguf"), (HARDWARE, SOFTWARE),
             n_prompt=512, n_generate=64, depths=(0, 1000), n_repeat=1, against_plain=False, ablate=False, report=print,
         )  # fmt: skip
+
+
+def test_experts_beside_their_prediction(plan: Plan) -> None:
+    counters = Statistics(**(dict.fromkeys(Statistics.__dataclass_fields__, 0) | {
+        "n_experts_resident": 40, "n_experts_streamed": 20, "n_experts_cpu": 20,
+    }))  # fmt: skip
+    prediction = replace(plan.prediction, decode_experts=(4.5, 1.5, 2.0))
+    one = replace(measured(0.02, 0.5), statistics=counters, n_statistics_tokens=10)
+    result = bench.BenchResult(replace(plan, prediction=prediction), HARDWARE, SOFTWARE, 16, 10, one, (), ())
+    assert (
+        "experts: 4.0 in VRAM, 2.0 streamed, 2.0 on the CPU per decoded token; hit rate 50%; predicted 4.5, 1.5, 2.0"
+    ) in bench.remarks(result)
