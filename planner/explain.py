@@ -153,7 +153,7 @@ def _memory_table(plan: Plan) -> Table:
     table.add_column("MiB", f"{vram.budget_bytes / MIB:.0f}", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for name, size in memory_parts(plan):
-        share = size / vram.budget_bytes if vram.budget_bytes else 0.0
+        share = min(1.0, size / max(1, vram.budget_bytes))  # a stranger's figures need not add up
         table.add_row(
             name, f"{size / MIB:.0f}", Text("█" * round(share * 40), style="dim" if name == "idle" else "cyan")
         )
