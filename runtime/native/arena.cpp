@@ -26,8 +26,7 @@ size_t Arena::bytes_for(const CpuStep & step) {
 
 bool Arena::allocate(size_t bytes) {
     buffer_.reset();
-    ggml_backend_buffer_type_t type = ggml_backend_dev_host_buffer_type(ats_inner_device());
-    buffer_.reset(ggml_backend_buft_alloc_buffer(type != nullptr ? type : ggml_backend_cpu_buffer_type(), bytes));
+    buffer_.reset(ats_alloc_activations(bytes, is_pinned_));
     return buffer_ != nullptr;
 }
 

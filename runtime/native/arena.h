@@ -21,6 +21,7 @@ class Arena {
   public:
     static size_t bytes_for(const CpuStep & step);
 
+    bool   is_pinned() const { return is_pinned_; } // true while there is none
     size_t size_bytes() const { return buffer_ ? ggml_backend_buffer_get_size(buffer_.get()) : 0; }
 
     // Replace the memory by more; steps compiled before are void. False: out of memory.
@@ -31,4 +32,5 @@ class Arena {
 
   private:
     ggml_backend_buffer_ptr buffer_;
+    bool                    is_pinned_ = true;
 };

@@ -288,6 +288,18 @@ ggml_backend_reg registry = {
 
 } // namespace
 
+bool ats_is_pinned(ggml_backend_buffer_t buffer) {
+    std::lock_guard<std::mutex> lock(host_buffers_mutex);
+    const auto                  entry = host_buffers.find(buffer);
+    return entry != host_buffers.end() && entry->second.is_pinned;
+}
+
+ggml_backend_buffer_t ats_alloc_activations(size_t size, bool & is_pinned) {
+    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(pinned_type(), size);
+    is_pinned                    = buffer != nullptr && buffer->buft == pinned_type(); // else it fell back silently
+    return buffer;
+}
+
 int64_t ats_unpinned_bytes() {
     return held_bytes(false);
 }

@@ -13,5 +13,11 @@ ggml_backend_buffer_type_t ats_host_buffer_type();
 // True for a weight in that memory.
 bool ats_is_host_weight(const ggml_tensor * tensor);
 
+// False for a buffer of ats_host_buffer_type() that could not be pinned: GPU kernels must not read it.
+bool ats_is_pinned(ggml_backend_buffer_t buffer);
+
+// Host memory for activations, pinned if possible, or null.
+ggml_backend_buffer_t ats_alloc_activations(size_t size, bool & is_pinned);
+
 // Bytes of ats_host_buffer_type() that are held and not pinned.
 int64_t ats_unpinned_bytes();

@@ -42,6 +42,10 @@ class Stopwatch {
     bool      enabled_;
 };
 
+bool is_pinned_weight(const ggml_tensor * tensor) {
+    return ats_is_host_weight(tensor) && ats_is_pinned(tensor->buffer);
+}
+
 } // namespace
 
 std::unique_ptr<Executor> Executor::create() {
@@ -107,7 +111,7 @@ Executor::CompiledProgram * Executor::find_or_compile(ggml_cgraph * graph) {
         settings_ = wanted;
         programs_.clear();
     }
-    bridge_ = settings_->zero_copy != 0 && zero_copy_bridge_ ? zero_copy_bridge_.get() : copy_bridge_.get();
+    choose_bridge();
     for (size_t i = 0; i < programs_.size(); i++) {
         CompiledProgram & known = *programs_[i];
         if (graph->uid != 0 && known.uid == graph->uid && known.template_graph.n_nodes == graph->n_nodes &&
@@ -148,13 +152,19 @@ Executor::CompiledProgram * Executor::find_or_compile(ggml_cgraph * graph) {
     return programs_.back().get();
 }
 
+// GPU kernels cannot read host memory that is not pinned.
+void Executor::choose_bridge() {
+    const bool zero_copy = settings_->zero_copy != 0 && zero_copy_bridge_ && arena_.is_pinned();
+    bridge_              = zero_copy ? zero_copy_bridge_.get() : copy_bridge_.get();
+}
+
 bool Executor::compile_cpu_steps(CompiledProgram & compiled) {
     const std::vector<CpuStep> & steps = compiled.program.cpu_steps;
     std::vector<ExpertBlock>     blocks(steps.size()); // without nodes where the step is none
     std::vector<ExpertBlock>     expert_blocks;
     size_t                       needed = 0;
     for (size_t i = 0; i < steps.size(); i++) {
-        if (ExpertLane::is_wanted(*settings_) && match_expert_block(steps[i], ats_is_host_weight, blocks[i])) {
+        if (ExpertLane::is_wanted(*settings_) && match_expert_block(steps[i], is_pinned_weight, blocks[i])) {
             expert_blocks.push_back(blocks[i]);
             continue;
         }
@@ -174,6 +184,7 @@ bool Executor::compile_cpu_steps(CompiledProgram & compiled) {
         if (!arena_.allocate(needed)) {
             return false;
         }
+        choose_bridge();
     }
     for (size_t i = 0; i < steps.size(); i++) {
         compiled.cpu_steps.emplace_back();

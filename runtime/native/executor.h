@@ -46,6 +46,7 @@ class Executor {
 
     Executor() = default;
     CompiledProgram * find_or_compile(ggml_cgraph * graph);
+    void              choose_bridge();
     bool              compile_cpu_steps(CompiledProgram & compiled);
     void              note_run(CompiledProgram & compiled);
     ggml_status       run(CompiledProgram & compiled);

@@ -1,5 +1,7 @@
 #include "expert_lane.h"
 
+#include "device.h"
+
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
 
@@ -84,31 +86,36 @@ bool ExpertLane::allocate(Family & family, const ExpertBlock & block, int n_slot
     family.routed_ids = add(on_host, ggml_new_tensor_1d(context, GGML_TYPE_I32, block.n_used()));
     family.columns    = add(on_host, ggml_new_tensor_1d(context, GGML_TYPE_I8, sizeof(ExpertColumns)));
 
-    const auto place = [](ggml_backend_buffer_ptr & buffer, ggml_backend_buffer_type_t type, const std::vector<ggml_tensor *> & tensors) {
-        constexpr size_t alignment = 256;
-        const auto       padded    = [&](const ggml_tensor * tensor) {
-            return (ggml_backend_buft_get_alloc_size(type, tensor) + alignment - 1) / alignment * alignment;
-        };
+    constexpr size_t alignment = 256;
+    const auto       padded    = [&](const ggml_tensor * tensor) {
+        const size_t bytes = ggml_backend_buft_get_alloc_size(ggml_backend_get_default_buffer_type(experts_), tensor);
+        return (bytes + alignment - 1) / alignment * alignment;
+    };
+    const auto size_of = [&](const std::vector<ggml_tensor *> & tensors) {
         size_t bytes = 0;
         for (const ggml_tensor * tensor : tensors) {
             bytes += padded(tensor);
         }
-        buffer.reset(ggml_backend_buft_alloc_buffer(type, bytes));
-        if (!buffer) {
-            return false;
-        }
-        ggml_backend_buffer_clear(buffer.get(), 0);
-        char * next = static_cast<char *>(ggml_backend_buffer_get_base(buffer.get()));
+        return bytes;
+    };
+    const auto place = [&](ggml_backend_buffer_t buffer, const std::vector<ggml_tensor *> & tensors) {
+        ggml_backend_buffer_clear(buffer, 0);
+        char * next = static_cast<char *>(ggml_backend_buffer_get_base(buffer));
         for (ggml_tensor * tensor : tensors) {
-            tensor->buffer = buffer.get();
+            tensor->buffer = buffer;
             tensor->data   = next;
             next += padded(tensor);
         }
-        return true;
     };
-    ggml_backend_buffer_type_t host_type = ggml_backend_dev_host_buffer_type(ggml_backend_get_device(experts_));
-    return place(family.device, ggml_backend_get_default_buffer_type(experts_), on_device) &&
-           place(family.host, host_type != nullptr ? host_type : ggml_backend_cpu_buffer_type(), on_host);
+    bool is_pinned = false;
+    family.device.reset(ggml_backend_buft_alloc_buffer(ggml_backend_get_default_buffer_type(experts_), size_of(on_device)));
+    family.host.reset(ats_alloc_activations(size_of(on_host), is_pinned));
+    if (!family.device || !is_pinned) {
+        return false;
+    }
+    place(family.device.get(), on_device);
+    place(family.host.get(), on_host);
+    return true;
 }
 
 // The block's nodes for n_columns experts, on the family's memory.

@@ -1,5 +1,7 @@
 #include "weight_ring.h"
 
+#include "device.h"
+
 #include "ggml-backend-impl.h"
 
 #include <algorithm>
@@ -89,8 +91,8 @@ bool WeightRing::set_sequence(const Program & program, size_t ring_bytes) {
         return false;
     }
     if (!zeros_) {
-        ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(device_);
-        zeros_.reset(ggml_backend_buft_alloc_buffer(host != nullptr ? host : ggml_backend_cpu_buffer_type(), max_padding));
+        bool is_pinned = false; // does not matter: copies work either way
+        zeros_.reset(ats_alloc_activations(max_padding, is_pinned));
         if (!zeros_) {
             return false;
         }
