@@ -13,6 +13,7 @@ from .memory import granule_bytes, is_decided, vram_bytes
 
 _PerThreadCount = TypeVar("_PerThreadCount", Contention, HostTiming)
 
+_MAX_SLOWDOWN = 1000.0  # more is no measurement
 _MAX_INPUTS = 8  # a traced weight lists no more; the list may then lack the nearest ones
 
 
@@ -280,8 +281,8 @@ def _nearest(measured: Sequence[_PerThreadCount], n_threads: int) -> _PerThreadC
 
 
 def _ratio(alone: float, busy: float) -> float:
-    """Return how many times longer something takes. A measurement below 1 is noise; 0 means not measured."""
-    return max(1.0, alone / busy) if alone > 0 and busy > 0 else 1.0
+    """Return how many times longer something takes. What is measured below 1 is noise; 0 means not measured."""
+    return min(max(1.0, alone / busy), _MAX_SLOWDOWN) if alone > 0 and busy > 0 else 1.0
 
 
 class Curve:

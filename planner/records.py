@@ -23,6 +23,7 @@ Record = TypeVar("Record")
 MAX_FILE_BYTES = 64 * 1024**2  # a 70B model's profile takes about 2 MB; more is no profile
 MAX_INTEGER = 2**53  # larger ones do not survive other programs' JSON, and overflow the solvers
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a stranger's file must not steer the terminal
+MAX_NUMBER = 1e18  # larger rates than of any machine; quotients of larger ones overflow
 MAX_SECONDS = 1e6  # a longer measurement is a wrong unit; a sum of them in nanoseconds would overflow
 
 
@@ -180,6 +181,8 @@ def _find_bad_value(value: object, path: str) -> str:
             return f"{path}: {value} is not a finite number of at least 0"
         if value > MAX_SECONDS and (".samples." in path or path.endswith("seconds")):
             return f"{path}: {value:g} seconds cannot be right"
+        if value > MAX_NUMBER:
+            return f"{path}: {value:g} cannot be right"
     elif isinstance(value, str):
         if _CONTROL_CHARACTERS.search(value):
             return f"{path}: holds control characters"
