@@ -1,0 +1,72 @@
+"""On a real GPU, any plan's logits are those of plain llama.cpp on that GPU, but for float noise.
+
+Noise: the CPU's kernels round activations to 8 bits in blocks of 256, CUDA's in blocks of 32, and sums run in another
+order. What a plan gets wrong (a stale copy, a missing wait, a wrong column) is far above it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from planner.plan import ExpertPolicy
+from profiler.synthetic_model import synthetic_model, write_synthetic_model
+from runtime.engine import Engine, PlanEngine
+from runtime.inspect_model import inspect_model
+from runtime.library import load
+from runtime.session import LoadSettings
+from tests.native.engine_plans import plan_for, random_placements
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda0"
+MAX_NOISE = 0.1  # of the logits' standard deviation
+PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 250, size=80)]
+# CUDA graphs replay from the third token on.
+DECODED = [int(token) for token in np.random.default_rng(1).integers(0, 250, size=24)]
+ANY_EXPERTS = ExpertPolicy(cache_bytes=1 << 20, cpu_seconds=2e-5, link_seconds=2e-5, link_latency_seconds=0.0)
+
+
+def logits(device: str, model: Path, seed: int | None, experts: ExpertPolicy | None) -> NDArray[np.float32]:
+    """Run in a process of its own, because one process keeps one device. Without a seed: plain llama.cpp."""
+    library = load(device)
+    if seed is None:
+        devices = (device.upper(),) if device != "sim" else ()
+        engine = Engine(library, model, LoadSettings(256, 32, 2, devices=devices))
+    else:
+        weights = inspect_model(model, device, [256], [32]).weights_decode
+        plan = plan_for(model, random_placements(weights, seed), ring_bytes=4 << 20, experts=experts)
+        engine = PlanEngine(library, model, replace(plan, device=device))
+    rows = []
+    with engine:
+        engine.evaluate(PROMPT)
+        rows.append(engine.logits())
+        for token in DECODED:
+            engine.evaluate([token])
+            rows.append(engine.logits())
+    return np.stack(rows)
+
+
+def compare(model: Path, experts: ExpertPolicy | None = None) -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as plain, ProcessPoolExecutor(1, mp_context=context) as planned:
+        expected = plain.submit(logits, DEVICE, model, None, None).result()
+        for seed in range(3):
+            found = planned.submit(logits, DEVICE, model, seed, experts).result()
+            assert np.abs(found - expected).max() < MAX_NOISE * expected.std()
+
+
+def test_dense(native_helper: Path, smollm2: Path) -> None:
+    compare(smollm2)
+
+
+@pytest.mark.parametrize("name", ["qwen3moe-small", "gpt-oss-small", "deepseek2-small"])
+def test_experts(native_helper: Path, tmp_path: Path, name: str) -> None:
+    model = write_synthetic_model(tmp_path / "model.gguf", synthetic_model(name, "q8_0"))[0]
+    compare(model, ANY_EXPERTS)
