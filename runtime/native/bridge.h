@@ -19,8 +19,9 @@ struct HostCopy { // from pinned memory to VRAM
     size_t       bytes;
 };
 
-constexpr int max_expert_columns = 32;
-constexpr int max_expert_copies  = 3 * max_expert_columns + 2; // matrices, ids, input
+constexpr int max_expert_matrices = 3;
+constexpr int max_expert_columns  = 32;
+constexpr int max_expert_copies   = max_expert_matrices * max_expert_columns + 2; // and the ids, the input
 
 // Which lane made which column of an expert block's result: a column of the GPU's results, or ~column of the CPU's.
 struct ExpertColumns { // in pinned memory, written before mark_computed()

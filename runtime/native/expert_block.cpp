@@ -43,5 +43,5 @@ bool match_expert_block(const CpuStep & step, const std::function<bool(const ggm
     const auto one_token    = [&](const ggml_tensor * node) { return node->ne[1] == block.n_used() && node->ne[2] == 1 && node->ne[3] == 1; };
     return block.result()->op == GGML_OP_MUL_MAT_ID && step.outputs.size() == 1 && step.outputs.front() == block.result() &&
            ggml_is_contiguous(block.result()) && block.result()->type == GGML_TYPE_F32 && block.result()->ne[0] % 4 == 0 && std::all_of(block.weights.begin(), block.weights.end(), same_experts) &&
-           std::all_of(block.nodes.begin(), block.nodes.end(), one_token) && block.weights.size() <= 3 && block.n_used() <= std::min<int64_t>(block.n_experts(), max_expert_columns);
+           std::all_of(block.nodes.begin(), block.nodes.end(), one_token) && block.weights.size() <= max_expert_matrices && block.n_used() <= std::min<int64_t>(block.n_experts(), max_expert_columns);
 }

@@ -13,15 +13,14 @@ using namespace microbench;
 
 namespace {
 
-constexpr int64_t N_ELEMENTS   = 256; // of the activations that cross: next to nothing
-constexpr int     MAX_MATRICES = 3;   // per expert
-constexpr int     WARM_RUNS    = 3;   // CUDA captures a graph in its second run
+constexpr int64_t N_ELEMENTS = 256; // of the activations that cross: next to nothing
+constexpr int     WARM_RUNS  = 3;   // CUDA captures a graph in its second run
 
 class ExpertCopyBench {
   public:
     ExpertCopyBench(const int64_t * matrix_bytes, int n_matrices, int n_experts, int64_t cold_bytes)
         : gpu(gpu_backend()), experts(copy_backend()), bridge(make_zero_copy_bridge(gpu, experts)), n_experts(n_experts) {
-        if (matrix_bytes == nullptr || n_matrices < 1 || n_matrices > MAX_MATRICES || n_experts < 0 || n_experts > max_expert_columns) {
+        if (matrix_bytes == nullptr || n_matrices < 1 || n_matrices > max_expert_matrices || n_experts < 0 || n_experts > max_expert_columns) {
             fail("%d experts of %d matrices cannot be copied", n_experts, n_matrices);
         }
         matrices.assign(matrix_bytes, matrix_bytes + n_matrices);
