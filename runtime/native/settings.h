@@ -27,7 +27,7 @@ struct Settings {
     int64_t expert_cache_bytes    = 0; // VRAM for hot experts
     int64_t expert_cpu_ns         = 0; // one expert computed on the CPU
     int64_t expert_link_ns        = 0; // one expert copied to VRAM
-    int64_t expert_link_latency_ns = 0; // from the decision to the first byte
+    int64_t expert_link_latency_ns = 0; // of the GPU's share beyond its copies
 
     WeightClasses classes_of(const char * name) const {
         const auto found = classes.find(name);
