@@ -97,7 +97,6 @@ _HELPER_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ats_set_classes": (ctypes.c_int, [_STRINGS, _INT32S, _INT32S, ctypes.c_int32]),
     "ats_set_option": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_int64]),
     "ats_get_option": (ctypes.c_int, [ctypes.c_char_p, _INT64S]),
-    "ats_release_memory": (ctypes.c_int, []),
     "ats_get_statistics": (ctypes.c_int, [ctypes.POINTER(_Statistics), ctypes.c_bool]),
     "ats_trace_weights": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint32, _WeightCallback, ctypes.c_void_p]),
     "ats_memory_breakdown": (ctypes.c_int, [ctypes.c_void_p, _MemoryCallback, ctypes.c_void_p]),
@@ -266,10 +265,6 @@ class Helper:
         value = ctypes.c_int64()
         self._check(self._library.ats_get_option(name.encode(), ctypes.byref(value)))
         return value.value
-
-    def release_memory(self) -> None:
-        """Free the VRAM that the device holds between graphs. Call only when no graph is running."""
-        self._check(self._library.ats_release_memory())
 
     def statistics(self, *, reset: bool = False) -> Statistics:
         counters = _Statistics()

@@ -42,9 +42,6 @@ ATS_EXPORT int ats_set_classes(const char * const * names, const int32_t * decod
 ATS_EXPORT int ats_set_option(const char * name, int64_t value);
 ATS_EXPORT int ats_get_option(const char * name, int64_t * value);
 
-// Free VRAM that the device holds between graphs (ring) and bring it back with the next graph. Call when idle.
-ATS_EXPORT int ats_release_memory(void);
-
 struct ats_statistics {
     int64_t n_graphs;          // rounds since the last reset, graphs without host weights included
     int64_t n_compiles;        // times a list of steps was compiled

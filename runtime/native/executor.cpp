@@ -1,5 +1,6 @@
 #include "executor.h"
 
+#include "clock.h"
 #include "device.h"
 #include "error.h"
 #include "sim.h"
@@ -8,8 +9,6 @@
 #include "ggml-backend-impl.h"
 
 #include <algorithm>
-#include <chrono>
-#include <mutex>
 
 namespace {
 
@@ -17,13 +16,6 @@ constexpr size_t  max_programs       = 4;   // decode and prefill graphs of the 
 constexpr int64_t runs_before_early  = 3;   // by then kernels are loaded and CUDA graphs captured: no launch can block
 constexpr int64_t long_pause_ns      = 4000000000; // the CUDA backend drops graphs that it did not use for 10 s
 constexpr int     max_nodes_ahead    = 400; // well under the depth of a CUDA launch queue
-
-std::mutex              registry_mutex;
-std::vector<Executor *> executors;
-
-int64_t now_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // Adds the time from construction to destruction to a counter.
 class Stopwatch {
@@ -63,16 +55,10 @@ std::unique_ptr<Executor> Executor::create() {
     executor->zero_copy_bridge_ = make_zero_copy_bridge(executor->compute_.get(), executor->experts_.get());
     executor->expert_lane_      = std::make_unique<ExpertLane>(executor->experts_.get(), executor->cpu_.get());
     executor->settings_         = current_settings();
-    std::lock_guard<std::mutex> lock(registry_mutex);
-    executors.push_back(executor.get());
     return executor;
 }
 
 Executor::~Executor() {
-    {
-        std::lock_guard<std::mutex> lock(registry_mutex);
-        executors.erase(std::remove(executors.begin(), executors.end(), this), executors.end());
-    }
     for (const ggml_backend_ptr * backend : {&transfer_, &experts_, &compute_}) {
         if (*backend) {
             ggml_backend_synchronize(backend->get());
@@ -97,12 +83,6 @@ void Executor::set_n_threads(int n_threads) {
 
 void Executor::set_abort_callback(ggml_abort_callback callback, void * data) {
     ggml_backend_cpu_set_abort_callback(cpu_.get(), callback, data);
-}
-
-void Executor::release_memory() {
-    programs_.clear();
-    ring_->free_memory();
-    expert_lane_->free_memory();
 }
 
 Executor::CompiledProgram * Executor::find_or_compile(ggml_cgraph * graph) {
@@ -335,12 +315,4 @@ ggml_status Executor::compute_step(CompiledProgram & compiled, const Operation &
                                                           : ggml_backend_graph_compute(cpu_.get(), step.plain.graph);
     bridge_->mark_computed(round_of(operation));
     return status;
-}
-
-int ats_release_memory(void) {
-    std::lock_guard<std::mutex> lock(registry_mutex);
-    for (Executor * executor : executors) {
-        executor->release_memory();
-    }
-    return 0;
 }

@@ -24,7 +24,6 @@ class Executor {
     ggml_backend_t compute_backend() const { return compute_.get(); }
     void           set_n_threads(int n_threads);
     void           set_abort_callback(ggml_abort_callback callback, void * data);
-    void           release_memory();
 
   private:
     struct CompiledStep {

@@ -1,20 +1,16 @@
 #include "expert_lane.h"
 
+#include "clock.h"
 #include "device.h"
 
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
 
 #include <algorithm>
-#include <chrono>
 #include <string.h>
 
 static constexpr int    warm_up_runs  = 3;    // CUDA captures a graph in the second run and replays it from the third
 static constexpr double measured_part = 0.05; // of a new measurement in the running mean
-
-static int64_t now_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 std::string ExpertLane::family_of(const ExpertBlock & block) {
     std::string key = std::to_string(block.n_used()) + " " + std::to_string(block.x->ne[0]);

@@ -51,7 +51,6 @@ class ExpertLane {
     // Writes step.join.columns; the caller then marks the round as computed.
     ggml_status run(const Step & step, ActivationBridge & bridge, uint32_t round, const Settings & settings);
 
-    void                   free_memory();
     int                    generation() const { return generation_; }
     int64_t                size_bytes() const;
     const ExpertCounters & counters() const { return counters_; }
@@ -59,7 +58,6 @@ class ExpertLane {
   private:
     // Blocks of the same types and shapes share memory: slots for experts, and scratch for one block at a time.
     struct Family {
-        int                           n_blocks = 0;
         std::unique_ptr<ExpertCache>  cache;
         ggml_context_ptr              context;
         ggml_backend_buffer_ptr       device, host;
@@ -80,6 +78,7 @@ class ExpertLane {
 
     static std::string family_of(const ExpertBlock & block);
     bool               allocate(Family & family, const ExpertBlock & block, int n_slots);
+    void               free_memory();
     void               warm_up(const Layer & layer);
     ggml_cgraph *      build_graph(Layer & layer, const ExpertBlock & block, int64_t n_columns, bool on_gpu);
     int                n_to_stream(const Family & family, int n_missing, const Settings & settings) const;

@@ -6,7 +6,6 @@
 #include "ggml-impl.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -48,11 +47,6 @@ static State & state() {
 std::mutex & bench_mutex() {
     static std::mutex mutex;
     return mutex;
-}
-
-int64_t now_ns() {
-    const auto since_epoch = std::chrono::steady_clock::now().time_since_epoch();
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(since_epoch).count();
 }
 
 void fail(const char * format, ...) {

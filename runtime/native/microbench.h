@@ -3,6 +3,7 @@
 #pragma once
 
 #include "atsplan.h"
+#include "clock.h"
 #include "error.h"
 
 #include "ggml-cpp.h"
@@ -17,11 +18,8 @@
 namespace microbench {
 
 constexpr int64_t MIN_SAMPLE_NS   = 1000000;  // work is repeated until one sample lasts this long, then divided
-
 constexpr int     MAX_REPETITIONS = 1024;
 constexpr int64_t SLOW_NS         = 300000000; // what lasts longer than this is not repeated just to warm up
-
-int64_t now_ns();
 
 [[noreturn]] void fail(const char * format, ...) __attribute__((format(printf, 1, 2)));
 

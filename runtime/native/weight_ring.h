@@ -45,15 +45,13 @@ class WeightRing {
         return status;
     }
 
-    // Give the VRAM back. The next set_sequence() allocates anew.
-    void free_memory();
-
     size_t               size_bytes() const { return buffer_ ? ggml_backend_buffer_get_size(buffer_.get()) : 0; }
     const RingCounters & counters() const { return counters_; }
 
   private:
     bool same_sequence(const Program & program) const;
     bool allocate(size_t bytes);
+    void free_memory();
     void acquire(int first, int last);
     void release(int last);
     void copy(int use);
@@ -63,7 +61,7 @@ class WeightRing {
     ggml_backend_t                     transfer_;
     ggml_backend_dev_t                 device_;
     ggml_backend_buffer_ptr            buffer_;
-    ggml_backend_buffer_ptr            zeros_; // pinned; clears the padding of quantised rows
+    ggml_backend_buffer_ptr            zeros_; // in host memory; clears the padding of quantised rows
     std::vector<const ggml_tensor *>   weights_;
     std::vector<int>                   group_ends_; // per use: one past the last use of its group
     std::vector<RingSlot>              slots_;
