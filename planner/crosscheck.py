@@ -12,9 +12,9 @@ DEFAULT_LIMIT_SECONDS = 30.0
 
 def check_placement(
     gains_ns: Sequence[int],
-    sizes_mib: Sequence[int],
+    sizes: Sequence[int],
     switch_ns: Sequence[int],
-    capacity_mib: int,
+    capacity: int,
     objective_ns: int,
     forced: Sequence[int] | None = None,
     limit_seconds: float = DEFAULT_LIMIT_SECONDS,
@@ -37,7 +37,7 @@ def check_placement(
         model.add(change >= on_gpu[i] - on_gpu[i - 1])
         model.add(change >= on_gpu[i - 1] - on_gpu[i])
         changes.append(change)
-    model.add(cp_model.LinearExpr.weighted_sum(on_gpu, sizes_mib) <= capacity_mib)
+    model.add(cp_model.LinearExpr.weighted_sum(on_gpu, sizes) <= capacity)
     for i, place in enumerate(forced or ()):
         if place != FREE:
             model.add(on_gpu[i] == (0 if place == CPU else 1))

@@ -337,7 +337,7 @@ def _resident_counts(problem: DecodeProblem, weight: float, crossing_weight: flo
         counts[k] += n * chosen
     room = room_bytes - sum(n * problem.units[kind[0]].vram_bytes for n, kind in zip(counts, by_kind, strict=True))
     for k in sorted(worthwhile, key=lambda k: problem.units[by_kind[k][0]].vram_bytes, reverse=True):
-        vram = problem.units[by_kind[k][0]].vram_bytes  # what rounding up to whole MiB left over
+        vram = problem.units[by_kind[k][0]].vram_bytes  # what rounding up to whole granules left over
         extra = min(len(by_kind[k]) - counts[k], max(0, room) // vram)
         counts[k] += extra
         room -= extra * vram
