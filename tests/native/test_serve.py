@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -18,6 +19,7 @@ from planner.errors import AtsplanError
 from planner.records import write_record
 from profiler.detect import detect_software
 from runtime import build
+from runtime.generation import MAX_WAITING
 from runtime.inspect_model import inspect_model
 from runtime.serve import serve_plan
 from tests.native.engine_plans import plan_for, random_placements
@@ -176,6 +178,21 @@ def test_a_client_that_goes_away_stops_the_generation(client: openai.OpenAI) -> 
     started = time.perf_counter()
     client.completions.create(model=MODEL, prompt="Once", max_tokens=1)
     assert time.perf_counter() - started < 3  # 500 tokens take many times longer
+
+
+def test_the_server_is_busy_beyond_its_queue(client: openai.OpenAI) -> None:
+    def ask(number: int) -> int:
+        try:
+            client.completions.create(model=MODEL, prompt=f"{number}", max_tokens=10)
+        except openai.InternalServerError as error:
+            assert error.response.headers["Retry-After"]
+            return error.status_code
+        return 200
+
+    with ThreadPoolExecutor(16) as pool:
+        statuses = list(pool.map(ask, range(16)))
+    assert set(statuses) == {200, 503}
+    assert statuses.count(200) >= 1 + MAX_WAITING
 
 
 def test_an_address_in_use(url: str, arguments: list[str]) -> None:
