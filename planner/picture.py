@@ -30,10 +30,6 @@ MEMORY_COLOURS = {
 
 def write_png(path: Path, title: str, plan: Plan | None, items: Sequence[Density], token: Timeline | None) -> None:
     """Draw what there is. Raises AtsplanError if matplotlib is missing or the file cannot be written."""
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise AtsplanError("A PNG needs matplotlib.", "Install it with: pip install matplotlib") from error
     rows = layer_map(plan.placements) if plan else {}
     parts: list[tuple[float, Any]] = []  # (height in inches, what draws it)
     if plan and rows:
@@ -45,15 +41,29 @@ def write_png(path: Path, title: str, plan: Plan | None, items: Sequence[Density
     if token:
         parts.append((1.8, lambda axes: _draw_timeline(axes, token)))
     heights = [height for height, _ in parts]
-    figure = figures.Figure(figsize=(12, sum(heights) + 0.5), layout="constrained")
+    figure = new_figure(12, sum(heights) + 0.5)
     figure.suptitle(title, x=0.01, ha="left")
     panels = figure.subplots(len(parts), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
     for (_, draw), row in zip(parts, panels, strict=True):
         draw(row[0])
+    save_figure(figure, path, dots_per_inch=120)
+
+
+def new_figure(width_inches: float, height_inches: float) -> Any:
+    """Return an empty figure that belongs to no window. Raises AtsplanError without matplotlib, which is optional."""
     try:
-        figure.savefig(path, format="png", dpi=120)
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise AtsplanError("A PNG needs matplotlib.", "Install it with: pip install matplotlib") from error
+    return figures.Figure(figsize=(width_inches, height_inches), layout="constrained")
+
+
+def save_figure(figure: Any, path: Path, *, dots_per_inch: int) -> None:
+    """Write the figure as PNG. Raises AtsplanError."""
+    try:
+        figure.savefig(path, format="png", dpi=dots_per_inch)
     except OSError as error:
-        raise AtsplanError(f"Cannot write {path}: {error.strerror}.") from error
+        raise AtsplanError(f"Cannot write {path}: {error.strerror}.", "Choose another file or make room.") from error
 
 
 def _draw_map(axes: Any, rows: dict[str, dict[int, Placement]]) -> None:

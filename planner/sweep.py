@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from .errors import AtsplanError, InfeasibleError
 from .measurements import Profile
+from .picture import COLOURS, new_figure, save_figure
 from .plan import Plan
 from .units import GIB, MIB, format_size, parse_size
 
@@ -90,15 +90,13 @@ def sweep_table(points: Sequence[Point]) -> Table:
 
 def write_sweep_png(path: Path, points: Sequence[Point], title: str) -> None:
     """Draw tokens/s against VRAM. Raises AtsplanError if matplotlib is missing or the file cannot be written."""
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise AtsplanError("A PNG needs matplotlib.", "Install it with: pip install matplotlib") from error
     solved = [point for point in points if point.plan]
     budgets = [point.budget_bytes / GIB for point in solved]
-    figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
+    figure = new_figure(8, 4.5)
     axes = figure.subplots()
-    decode = axes.plot(budgets, [point.tokens_per_second for point in solved], "o-", color="#2a9d4a", label="decode")
+    decode = axes.plot(
+        budgets, [point.tokens_per_second for point in solved], "o-", color=COLOURS["gpu"], label="decode"
+    )
     axes.set_xlabel("VRAM budget in GiB")
     axes.set_ylabel("tokens/s while decoding")
     axes.set_ylim(bottom=0)
@@ -111,7 +109,4 @@ def write_sweep_png(path: Path, points: Sequence[Point], title: str) -> None:
     prompts.set_ylim(bottom=0)
     axes.legend(handles=[*decode, *prefill], loc="upper left")
     axes.set_title(title, loc="left")
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        raise AtsplanError(f"Cannot write {path}: {error.strerror}.") from error
+    save_figure(figure, path, dots_per_inch=150)
