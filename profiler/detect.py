@@ -19,6 +19,8 @@ from runtime.build import find_llama
 from runtime.host_memory import control_groups, memory_limits, read_file
 from runtime.identity import cuda_gpu_uuids, llama_cpp_commit
 
+BUSY_LOAD_FRACTION = 0.5  # of the cores; above it, other programs disturb the measurements
+
 _ROOT = Path("/")
 _ISA = {  # flag in /proc/cpuinfo -> ggml's name, where ggml has kernels for it
     "pni": "SSE3", "ssse3": "SSSE3", "avx": "AVX", "avx_vnni": "AVX_VNNI", "avx2": "AVX2", "f16c": "F16C",

@@ -10,10 +10,9 @@ from planner.measurements import ModelInfo
 from planner.units import format_size
 from runtime.host_memory import available_memory_bytes, read_file
 
-from .detect import detect_cpu
+from .detect import BUSY_LOAD_FRACTION, detect_cpu
 from .findings import Finding
 
-BUSY_LOAD_FRACTION = 0.5
 FAST_CORE_FRACTION = 0.6  # of the largest capacity; slower cores hold the others up
 
 

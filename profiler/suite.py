@@ -27,7 +27,7 @@ from planner.workload import Workload
 from runtime.inspect_model import Inspection, inspect_model
 
 from . import bench, jobs
-from .detect import detect_cpu, detect_hardware, detect_software, machine_state, resolve_device
+from .detect import BUSY_LOAD_FRACTION, detect_cpu, detect_hardware, detect_software, machine_state, resolve_device
 from .jobs import Job, Machine, Timing
 from .measure import relative_mad
 from .worker import Worker
@@ -36,7 +36,6 @@ MEMORY_CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 KV_TYPES = ("f16", "q8_0")
 UNKNOWN_CACHE_BYTES = 64 * MIB  # where the kernel does not tell
 MAX_COLD_BYTES = 2 * GIB
-BUSY_LOAD_FRACTION = 0.5  # of the cores; above it, other programs disturb the measurements
 
 OnProgress = Callable[[float, str], None]  # the done fraction, and what comes next
 
