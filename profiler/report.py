@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from rich import box
 from rich.table import Table
 
+from planner.explain import role_of
 from planner.measurements import Profile, WeightUse
 from planner.units import MIB, format_size
 
@@ -44,7 +44,7 @@ def totals_by_role(profile: Profile, n_threads: int) -> list[RoleTotals]:
     """Return one row per role of the weights that are multiplied with, the largest first."""
     roles: dict[str, list[WeightUse]] = {}
     for weight in _products(profile):
-        roles.setdefault(_role(weight), []).append(weight)
+        roles.setdefault(role_of(weight.name)[1], []).append(weight)
     has_gpu = _has_gpu(profile)
 
     def total(weights: list[WeightUse], device: str, n_tokens: int) -> float:
@@ -99,11 +99,6 @@ def _has_gpu(profile: Profile) -> bool:
 
 def _products(profile: Profile) -> list[WeightUse]:
     return [weight for weight in profile.weights if weight.op in ("MUL_MAT", "MUL_MAT_ID")]
-
-
-def _role(weight: WeightUse) -> str:
-    """Return the name without its layer's number, for the eye only."""
-    return re.sub(r"^blk\.\d+\.|\.weight$", "", weight.name)
 
 
 def _milliseconds(seconds: float | None) -> str:
