@@ -7,13 +7,10 @@ from pathlib import Path
 
 from . import cache, library
 from .errors import AtsplanError
-from .gantt import simulate_plan
 from .measurements import Profile
 from .memory import fixed_memory, granule_bytes, is_decided, vram_bytes
 from .plan import Plan
-from .problem import build_graph
-from .prompt import PromptProblem
-from .solve import plan_classes
+from .replay import prompt_seconds, simulate_plan
 
 TOLERANCE = 0.02  # of a prediction: what a later planner may estimate differently without making the plan a wrong one
 
@@ -94,13 +91,7 @@ def _prediction_problems(plan: Plan, profile: Profile) -> Iterator[str]:
     predicted = plan.prediction
     for name, found_seconds, seconds in (
         ("a token", predicted.decode_seconds_per_token, simulate_plan(profile, plan).seconds),
-        ("the prompt", predicted.prefill_seconds, _prompt_seconds(plan, profile)),
+        ("the prompt", predicted.prefill_seconds, prompt_seconds(profile, plan)),
     ):
         if abs(found_seconds - seconds) > TOLERANCE * seconds:
             yield f"{found_seconds:.6g} s for {name} predicted, by its profile {seconds:.6g} s"
-
-
-def _prompt_seconds(plan: Plan, profile: Profile) -> float:
-    prompt = PromptProblem(profile, build_graph(profile.weights), (), plan.workload.n_threads)
-    decode, prefill = plan_classes(profile, plan, "decode"), plan_classes(profile, plan, "prefill")
-    return prompt.seconds(decode, prefill, plan.vram.ring_bytes, plan.prefill_min_tokens, plan.workload.n_prompt_tokens)

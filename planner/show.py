@@ -9,12 +9,12 @@ from rich.console import Console
 from . import explain
 from .densities import default_thread_count, densities, density_table
 from .errors import AtsplanError
-from .gantt import simulate_plan
 from .measurements import Profile
 from .page import plan_page, profile_page
 from .picture import write_png
 from .plan import Plan
 from .records import write_text
+from .replay import simulate_plan
 from .units import format_size
 
 

@@ -14,7 +14,7 @@ from .hardware import MAX_PINNED_FRACTION
 from .joint import Candidate, DecodeProblem, estimate, lower_bound, prompt_rings, solve_joint
 from .knapsack import solve_with_experts_last
 from .measurements import Profile, WeightUse
-from .memory import DEFAULT_MARGIN_BYTES, available_bytes, fixed_memory, granule_bytes, is_decided, vram_budget
+from .memory import DEFAULT_MARGIN_BYTES, available_bytes, fixed_memory, granule_bytes, vram_budget
 from .patterns import group_units
 from .plan import Placement, Plan, Prediction, SolverReport, WeightClass
 from .problem import build_graph, costs, find_units
@@ -128,13 +128,6 @@ def solve(
         experts=problem.experts.policy(decode, candidate.cache_bytes or 0) if problem.experts else None,
         notes=tuple(notes),
     )
-
-
-def plan_classes(profile: Profile, plan: Plan, phase: Literal["decode", "prefill"]) -> list[WeightClass]:
-    """Return the plan's classes per use of a weight, as the simulator takes them."""
-    granule = granule_bytes(profile.weights)
-    by_name = {placement.name: getattr(placement, phase) for placement in plan.placements}
-    return [by_name[w.name] if is_decided(w, granule) else "gpu" for w in profile.weights]
 
 
 def static_problem(problem: DecodeProblem) -> tuple[list[int], list[int], list[int], list[bool]]:

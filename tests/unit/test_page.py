@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from planner import cli
 from planner.densities import densities, density_table
 from planner.errors import AtsplanError
-from planner.gantt import simulate_plan
 from planner.measurements import Profile
 from planner.page import plan_page, profile_page
 from planner.picture import write_png
 from planner.plan import Plan
 from planner.records import write_record
+from planner.replay import simulate_plan
 from planner.solve import solve
 from planner.units import MIB
 from planner.workload import Workload

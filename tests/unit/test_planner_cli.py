@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from planner import cache, cli, explain
 from planner.errors import AtsplanError, MismatchError
-from planner.gantt import simulate_plan
 from planner.measurements import Profile
 from planner.memory import fixed_memory
 from planner.plan import Plan
 from planner.records import read_record, write_record
+from planner.replay import simulate_plan
 from planner.solve import solve
 from planner.timeline import Event
 from planner.units import MIB

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from planner.experts import ExpertBlock, ExpertRates, Experts, expected_step, find_blocks, find_experts, fit_line
-from planner.gantt import simulate_plan
 from planner.measurements import ExpertTiming, LayerRouting, Profile, Routing, Series, WeightUse
 from planner.plan import Plan, WeightClass
 from planner.problem import Costs, ExpertStep, Graph, build_graph, costs, find_units
+from planner.replay import simulate_plan
 from planner.solve import solve
 from planner.timeline import simulate
 from planner.units import GIB, KIB, MIB

@@ -17,7 +17,8 @@ from planner.patterns import group_units, spread
 from planner.plan import Plan, WeightClass
 from planner.problem import build_graph, costs, find_units
 from planner.records import from_json, to_json
-from planner.solve import Objective, plan_classes, solve, static_problem
+from planner.replay import plan_classes
+from planner.solve import Objective, solve, static_problem
 from planner.units import GIB, MIB
 from planner.workload import Workload
 from tests.unit.planner_profiles import QWEN3_14B, TINY, Machine, Shapes, profile_of, synthetic_profile

@@ -1,15 +1,17 @@
-"""The timeline of one token under a plan."""
+"""A finished plan on the simulator again: what its token and its prompt take, by a profile."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from .errors import MismatchError
 from .experts import find_experts
 from .measurements import Profile
-from .plan import Plan
+from .memory import granule_bytes, is_decided
+from .plan import Plan, WeightClass
 from .problem import build_graph, costs, find_units
-from .solve import plan_classes
+from .prompt import PromptProblem
 from .timeline import Timeline, simulate
 
 
@@ -25,3 +27,17 @@ def simulate_plan(profile: Profile, plan: Plan) -> Timeline:
     if plan.experts is not None and experts is not None:
         decode = replace(decode, expert_steps=experts.steps(classes, plan.experts.cache_bytes))
     return simulate(graph, decode, classes, plan.vram.ring_bytes, with_events=True)
+
+
+def prompt_seconds(profile: Profile, plan: Plan) -> float:
+    """Return the time of the workload's prompt. The profile must be of the plan's model."""
+    prompt = PromptProblem(profile, build_graph(profile.weights), (), plan.workload.n_threads)
+    decode, prefill = plan_classes(profile, plan, "decode"), plan_classes(profile, plan, "prefill")
+    return prompt.seconds(decode, prefill, plan.vram.ring_bytes, plan.prefill_min_tokens, plan.workload.n_prompt_tokens)
+
+
+def plan_classes(profile: Profile, plan: Plan, phase: Literal["decode", "prefill"]) -> list[WeightClass]:
+    """Return the plan's classes per use of a weight, as the simulator takes them."""
+    granule = granule_bytes(profile.weights)
+    by_name = {placement.name: getattr(placement, phase) for placement in plan.placements}
+    return [by_name[w.name] if is_decided(w, granule) else "gpu" for w in profile.weights]
