@@ -24,9 +24,7 @@ class Library:
 
     device: str  # the inner device: "cuda0", "sim", ...
     ats: ctypes.CDLL
-    llama: ctypes.CDLL
     ggml: ctypes.CDLL
-    ggml_base: ctypes.CDLL
 
 
 # ggml registers a plug-in once per process and never lets it go, so this mirrors a state that exists anyway.
@@ -52,10 +50,8 @@ def load(device: str, report: Report = lambda message: None) -> Library:
 
 def _load(device: str, path: Path) -> Library:
     import llama_cpp._ggml
-    from llama_cpp import llama_cpp as binding
 
     os.environ["ATSPLAN_DEVICE"] = device if device == "sim" else device.upper()
-    folder = find_llama().library_folder
     ggml = ctypes.CDLL("libggml.so", handle=llama_cpp._ggml.libggml._handle)
     ggml.ggml_backend_load.restype = ctypes.c_void_p
     ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
@@ -67,12 +63,9 @@ def _load(device: str, path: Path) -> Library:
             "Use --device sim, or install llama-cpp-python with CUDA.",
         )
     try:
-        # By the name under which it is loaded already: libggml-base.so would be a second copy.
-        ggml_base = ctypes.CDLL(str(folder / "libggml-base.so.0"))
         ats = ctypes.CDLL(str(path))
     except OSError as error:
         raise AtsplanError(f"The native helper cannot be loaded: {error}.", "Reinstall llama-cpp-python.") from error
-    library = Library(device, ats, ctypes.CDLL("libllama.so", handle=binding._lib._handle), ggml, ggml_base)
     _check_versions(ats, path)
     with CapturedLog() as log:
         registered = ggml.ggml_backend_load(str(path).encode())
@@ -81,7 +74,7 @@ def _load(device: str, path: Path) -> Library:
             f"llama.cpp does not accept the device {device}: {last_problem(log) or 'it gave no reason'}",
             "Use --device sim where there is no supported GPU.",
         )
-    return library
+    return Library(device, ats, ggml)
 
 
 def _check_versions(ats: ctypes.CDLL, path: Path) -> None:
