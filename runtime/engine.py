@@ -241,7 +241,6 @@ class PlanEngine(Engine):
         model_path: Path,
         plan: Plan,
         *,
-        n_context: int | None = None,
         max_pinned_bytes: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
@@ -257,9 +256,7 @@ class PlanEngine(Engine):
         if max_pinned_bytes is None:
             max_pinned_bytes = round(MAX_PINNED_FRACTION * available_memory_bytes())
         self.helper.set_option("max_pinned_bytes", max_pinned_bytes)
-        super().__init__(
-            library, model_path, placement.load_settings(plan, n_context=n_context), on_progress=on_progress
-        )
+        super().__init__(library, model_path, placement.load_settings(plan), on_progress=on_progress)
         try:
             pinned_type = self._ggml.buffer_type_name(HOST_DEVICE)
             with CapturedLog(), deferred_interrupt():

@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _MAX_NUMBERS_PER_PATTERN = 64  # std::regex recurses; short alternations keep it shallow
 
 
-def load_settings(plan: Plan, *, n_context: int | None = None) -> LoadSettings:
+def load_settings(plan: Plan) -> LoadSettings:
     """Return the settings that place the weights as planned: host weights by name, the rest by default.
 
     A tied output matrix has the embedding's name. Resident, it needs no override: llama.cpp keeps the embedding
@@ -29,7 +29,7 @@ def load_settings(plan: Plan, *, n_context: int | None = None) -> LoadSettings:
     if len(patterns) > MAX_OVERRIDES:
         raise DeviceError(f"The plan needs {len(patterns)} placement patterns; llama.cpp takes {MAX_OVERRIDES}.")
     return LoadSettings(
-        n_context=n_context or workload.n_context,
+        n_context=workload.n_context,
         n_ubatch=workload.n_ubatch,
         n_threads=workload.n_threads,
         type_k=workload.type_k,
