@@ -1,7 +1,6 @@
-"""ctypes prototypes of the native helper and of the few ggml functions that llama_cpp does not bind.
+"""The native helper and a few ggml functions as Python calls: numbers, strings and frozen dataclasses in and out.
 
-Every native failure becomes a DeviceError with the library's own words; no caller sees a ctypes type except
-the opaque context pointer.
+Every native failure becomes a DeviceError with the library's own words. Callers only pass contexts and pointers on.
 """
 
 from __future__ import annotations
@@ -17,130 +16,23 @@ from llama_cpp import llama_cpp
 from planner.errors import DeviceError
 from planner.plan import WeightClass
 
-API_VERSION = 1
+from .native_api import (
+    GGML_PROTOTYPES,
+    HELPER_PROTOTYPES,
+    ContentionStruct,
+    DevicePropertiesStruct,
+    LocationCallback,
+    MatmulSpecStruct,
+    MemoryCallback,
+    RoutingCallback,
+    StatisticsStruct,
+    WeightCallback,
+    declare,
+)
+
 CLASS_NUMBERS: dict[WeightClass, int] = {"gpu": 0, "stream": 1, "cpu": 2}
 
 Context = Any  # llama_context *, opaque
-
-
-class _Statistics(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            "n_graphs", "n_compiles", "total_ns", "cpu_ns", "wait_gpu_ns", "launch_ns", "copy_issue_ns",
-            "streamed_bytes", "activation_bytes", "n_cpu_steps", "n_gpu_steps", "n_streamed", "n_slot_stalls",
-            "link_busy_ns", "ring_bytes", "pinned_bytes", "n_experts_resident", "n_experts_streamed", "n_experts_cpu",
-            "expert_bytes", "unpinned_bytes",
-        )
-    ]  # fmt: skip
-
-
-class _WeightUse(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("op", ctypes.c_char_p),
-        ("type", ctypes.c_char_p),
-        ("shape", ctypes.c_int64 * 4),
-        ("size_bytes", ctypes.c_int64),
-        ("input_bytes", ctypes.c_int64),
-        ("output_bytes", ctypes.c_int64),
-        ("n_experts_used", ctypes.c_int32),
-        ("is_input", ctypes.c_bool),
-        ("node", ctypes.c_int32),
-        ("inputs", ctypes.c_int32 * 8),
-    ]
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = [
-        ("buffer_type", ctypes.c_char_p),
-        ("is_host", ctypes.c_bool),
-        ("model_bytes", ctypes.c_int64),
-        ("context_bytes", ctypes.c_int64),
-        ("compute_bytes", ctypes.c_int64),
-    ]
-
-
-class _MatmulSpec(ctypes.Structure):
-    _fields_ = [
-        ("type", ctypes.c_int32),
-        ("shape", ctypes.c_int64 * 3),
-        ("n_experts_used", ctypes.c_int32),
-        ("n_tokens", ctypes.c_int32),
-        ("weights", ctypes.c_void_p),
-        ("weights_bytes", ctypes.c_int64),
-        ("cold_bytes", ctypes.c_int64),
-    ]
-
-
-class _Contention(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_double) for name in ("cpu_alone", "cpu_while_link_busy", "link_alone", "link_while_cpu_busy")
-    ]
-
-
-_WeightCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_WeightUse))
-_MemoryCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_Memory))
-_RoutingCallback = ctypes.CFUNCTYPE(
-    None, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int32
-)
-_LocationCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_bool)
-
-_STRINGS = ctypes.POINTER(ctypes.c_char_p)
-_INT32S = ctypes.POINTER(ctypes.c_int32)
-_INT64S = ctypes.POINTER(ctypes.c_int64)
-
-_HELPER_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
-    "ats_api_version": (ctypes.c_int, []),
-    "ats_build_stamp": (ctypes.c_char_p, []),
-    "ats_last_error": (ctypes.c_char_p, []),
-    "ats_set_classes": (ctypes.c_int, [_STRINGS, _INT32S, _INT32S, ctypes.c_int32]),
-    "ats_set_option": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_int64]),
-    "ats_get_option": (ctypes.c_int, [ctypes.c_char_p, _INT64S]),
-    "ats_get_statistics": (ctypes.c_int, [ctypes.POINTER(_Statistics), ctypes.c_bool]),
-    "ats_trace_weights": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint32, _WeightCallback, ctypes.c_void_p]),
-    "ats_memory_breakdown": (ctypes.c_int, [ctypes.c_void_p, _MemoryCallback, ctypes.c_void_p]),
-    "ats_weight_locations": (ctypes.c_int, [ctypes.c_void_p, _LocationCallback, ctypes.c_void_p]),
-    "ats_bench_matmul": (
-        ctypes.c_int,
-        [ctypes.c_char_p, ctypes.c_int32, ctypes.POINTER(_MatmulSpec), ctypes.c_int32, ctypes.c_int32, _INT64S],
-    ),
-    "ats_bench_glue": (
-        ctypes.c_int,
-        [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int32, ctypes.c_int32, _INT64S, _INT32S],
-    ),
-    "ats_bench_transfer": (
-        ctypes.c_int,
-        [ctypes.c_bool, ctypes.c_bool, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, _INT64S],
-    ),
-    "ats_bench_crossing": (
-        ctypes.c_int,
-        [ctypes.c_int32, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, _INT64S],
-    ),
-    "ats_bench_host": (
-        ctypes.c_int,
-        [
-            ctypes.c_int32, ctypes.POINTER(_MatmulSpec), ctypes.c_int32, ctypes.c_int32, ctypes.c_int32,
-            _INT64S, _INT64S, _INT64S,
-        ],
-    ),
-    "ats_bench_contention": (
-        ctypes.c_int,
-        [
-            ctypes.c_int32, ctypes.POINTER(_MatmulSpec), ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(_Contention),
-        ],
-    ),
-    "ats_bench_experts": (
-        ctypes.c_int,
-        [_INT64S, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, _INT64S],
-    ),
-    "ats_routing_create": (ctypes.c_void_p, []),
-    "ats_routing_free": (None, [ctypes.c_void_p]),
-    "ats_routing_eval": (ctypes.c_bool, [ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p]),
-    "ats_routing_read": (None, [ctypes.c_void_p, _RoutingCallback, ctypes.c_void_p]),
-    "ats_bench_release": (ctypes.c_int, []),
-    "ats_device_memory": (ctypes.c_int, [_INT64S, _INT64S]),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -232,10 +124,7 @@ class Helper:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for name, (restype, argtypes) in _HELPER_PROTOTYPES.items():
-            function = getattr(library, name)
-            function.restype = restype
-            function.argtypes = argtypes
+        declare(library, HELPER_PROTOTYPES)
 
     @property
     def api_version(self) -> int:
@@ -267,15 +156,15 @@ class Helper:
         return value.value
 
     def statistics(self, *, reset: bool = False) -> Statistics:
-        counters = _Statistics()
+        counters = StatisticsStruct()
         self._check(self._library.ats_get_statistics(ctypes.byref(counters), reset))
-        return Statistics(**{name: getattr(counters, name) for name, *_ in _Statistics._fields_})
+        return Statistics(**{name: getattr(counters, name) for name, *_ in StatisticsStruct._fields_})
 
     def trace_weights(self, context: Context, n_tokens: int) -> list[TracedWeight]:
         """Return the weight operands of the graph for `n_tokens`, in execution order. Touches no weights."""
         traced: list[TracedWeight] = []
 
-        @_WeightCallback  # type: ignore[untyped-decorator]
+        @WeightCallback  # type: ignore[untyped-decorator]
         def collect(_user: Any, pointer: Any) -> None:
             use = pointer.contents
             traced.append(
@@ -301,7 +190,7 @@ class Helper:
         """Return llama.cpp's own accounting for this context, one row per buffer type."""
         rows: list[BufferMemory] = []
 
-        @_MemoryCallback  # type: ignore[untyped-decorator]
+        @MemoryCallback  # type: ignore[untyped-decorator]
         def collect(_user: Any, pointer: Any) -> None:
             memory = pointer.contents
             rows.append(
@@ -321,7 +210,7 @@ class Helper:
         """Return where every weight that the context's graph uses lies now."""
         rows: list[WeightLocation] = []
 
-        @_LocationCallback  # type: ignore[untyped-decorator]
+        @LocationCallback  # type: ignore[untyped-decorator]
         def collect(_user: Any, name: bytes, buffer_type: bytes, is_host: bool) -> None:
             rows.append(WeightLocation(name.decode(), buffer_type.decode(), is_host))
 
@@ -389,13 +278,13 @@ class Helper:
         self, n_threads: int, spec: MatmulSpec, *, copy_bytes: int, duration_seconds: float
     ) -> ContentionRates:
         native = _native_spec(spec)
-        rates = _Contention()
+        rates = ContentionStruct()
         self._check(
             self._library.ats_bench_contention(
                 n_threads, ctypes.byref(native), copy_bytes, round(duration_seconds * 1e9), ctypes.byref(rates)
             )
         )
-        return ContentionRates(**{name: getattr(rates, name) for name, *_ in _Contention._fields_})
+        return ContentionRates(**{name: getattr(rates, name) for name, *_ in ContentionStruct._fields_})
 
     def bench_experts(
         self, matrix_bytes: Sequence[int], n_experts: int, *, cold_bytes: int, n_warmup: int, n_samples: int
@@ -449,7 +338,7 @@ class RoutingCounter:
         """Return how often each expert was used, by the name of its layer's first tensor of experts."""
         found: dict[str, tuple[int, ...]] = {}
 
-        @_RoutingCallback  # type: ignore[untyped-decorator]
+        @RoutingCallback  # type: ignore[untyped-decorator]
         def collect(_user: Any, weight: bytes, counts: Any, n_experts: int) -> None:
             found[weight.decode()] = tuple(counts[:n_experts])
 
@@ -457,9 +346,9 @@ class RoutingCounter:
         return found
 
 
-def _native_spec(spec: MatmulSpec) -> _MatmulSpec:
+def _native_spec(spec: MatmulSpec) -> MatmulSpecStruct:
     shape = (*spec.shape, 1, 1)[:3]
-    native = _MatmulSpec(
+    native = MatmulSpecStruct(
         type=spec.type_number,
         shape=(ctypes.c_int64 * 3)(*shape),
         n_experts_used=spec.n_experts_used,
@@ -471,38 +360,12 @@ def _native_spec(spec: MatmulSpec) -> _MatmulSpec:
     return native
 
 
-class _DeviceProperties(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("description", ctypes.c_char_p),
-        ("memory_free", ctypes.c_size_t),
-        ("memory_total", ctypes.c_size_t),
-        ("type", ctypes.c_int),
-        ("device_id", ctypes.c_char_p),
-        ("capabilities", ctypes.c_bool * 5),
-    ]
-
-
-_GGML_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
-    "ggml_backend_dev_count": (ctypes.c_size_t, []),
-    "ggml_backend_dev_get": (ctypes.c_void_p, [ctypes.c_size_t]),
-    "ggml_backend_dev_name": (ctypes.c_char_p, [ctypes.c_void_p]),
-    "ggml_backend_dev_get_props": (None, [ctypes.c_void_p, ctypes.POINTER(_DeviceProperties)]),
-    "ggml_backend_dev_buffer_type": (ctypes.c_void_p, [ctypes.c_void_p]),
-    "ggml_backend_buft_name": (ctypes.c_char_p, [ctypes.c_void_p]),
-    "ggml_type_name": (ctypes.c_char_p, [ctypes.c_int]),
-}  # fmt: skip
-
-
 class Ggml:
     """The ggml functions atsplan needs beyond llama_cpp's bindings. Pointers are plain integers."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for name, (restype, argtypes) in _GGML_PROTOTYPES.items():
-            function = getattr(library, name)
-            function.restype = restype
-            function.argtypes = argtypes
+        declare(library, GGML_PROTOTYPES)
 
     def devices(self) -> dict[str, int]:
         """Return every registered device by name."""
@@ -524,7 +387,7 @@ class Ggml:
 
     def pci_bus_id(self, device_name: str) -> str:
         """Return the device's address, such as "0000:c1:00.0"; "" if it has none."""
-        properties = _DeviceProperties()
+        properties = DevicePropertiesStruct()
         self._library.ggml_backend_dev_get_props(self.device(device_name), ctypes.byref(properties))
         return (properties.device_id or b"").decode()
 

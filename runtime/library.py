@@ -9,8 +9,9 @@ from pathlib import Path
 
 from planner.errors import AtsplanError, DeviceError, MismatchError
 
-from .bindings import API_VERSION, Ggml, Helper
+from .bindings import Ggml, Helper
 from .build import Report, expected_stamp, find_llama, native_helper
+from .native_api import API_VERSION
 from .native_log import last_problem
 from .session import CapturedLog
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from runtime import bindings, build
+from runtime import build, native_api
 
 HEADER = build.SOURCE_FOLDER / "atsplan.h"
 STRUCTURES = {
-    "ats_statistics": bindings._Statistics,
-    "ats_weight_use": bindings._WeightUse,
-    "ats_memory": bindings._Memory,
-    "ats_matmul_spec": bindings._MatmulSpec,
-    "ats_contention": bindings._Contention,
+    "ats_statistics": native_api.StatisticsStruct,
+    "ats_weight_use": native_api.WeightUseStruct,
+    "ats_memory": native_api.MemoryStruct,
+    "ats_matmul_spec": native_api.MatmulSpecStruct,
+    "ats_contention": native_api.ContentionStruct,
 }
 
 
@@ -52,12 +52,12 @@ def test_structure(compiled: dict[str, list[int]], name: str) -> None:
 
 def test_every_function_and_structure_of_the_header_is_bound() -> None:
     text = HEADER.read_text()
-    assert set(re.findall(r"\b(ats_\w+)\(", text)) == set(bindings._HELPER_PROTOTYPES)
+    assert set(re.findall(r"\b(ats_\w+)\(", text)) == set(native_api.HELPER_PROTOTYPES)
     assert set(re.findall(r"^struct (ats_\w+) \{", text, re.MULTILINE)) == set(STRUCTURES)
-    assert int(re.search(r"ATS_API_VERSION (\d+)", text)[1]) == bindings.API_VERSION  # type: ignore[index]
+    assert int(re.search(r"ATS_API_VERSION (\d+)", text)[1]) == native_api.API_VERSION  # type: ignore[index]
 
 
 def test_every_function_is_exported(native_helper: Path) -> None:
     library = ctypes.CDLL(str(native_helper))
-    for name in bindings._HELPER_PROTOTYPES:
+    for name in native_api.HELPER_PROTOTYPES:
         assert hasattr(library, name)
