@@ -1,77 +1,105 @@
-"""The command `atsplan`: mounts the packages' commands and turns errors into one message and an exit code."""
+"""The command `atsplan`: mounts the packages' commands and turns errors into one message and an exit code.
 
-from __future__ import annotations
+Everything heavy is imported where an interrupt is expected, so that Ctrl-C never prints a traceback.
+"""
 
 import os
+import signal
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import typer
-
-from planner import __version__
-from planner.cli import register as register_planner
-from planner.errors import AtsplanError
-from planner.hardware import Hardware, Software
-from profiler.cli import register as register_profiler
-from runtime.cli import register as register_runtime
 from runtime.supervise import supervise
 
+if TYPE_CHECKING:
+    import typer
 
-def detect(device: str) -> tuple[Hardware, Software]:
+    from planner.hardware import Hardware, Software
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells do
+
+
+def main() -> None:
+    """Run the command line in a child process, which llama.cpp may end, and exit. ATSPLAN_DEBUG=1: in this one."""
+    if os.environ.get("ATSPLAN_DEBUG"):
+        sys.exit(make_app()(standalone_mode=False))
+    code = run_command_line(supervise)
+    if code == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough
+    sys.exit(code)
+
+
+def run_command_line(prepare: Callable[[], None] = lambda: None) -> int:
+    """Return the exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    try:
+        prepare()
+        code: int = make_app()(standalone_mode=False) or 0
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        return _report(error)
+    return code
+
+
+def make_app() -> "typer.Typer":
+    """Return the command with all packages' commands."""
+    import typer
+
+    from planner import __version__
+    from planner.cli import register as register_planner
+    from profiler.cli import register as register_profiler
+    from runtime.cli import register as register_runtime
+
+    app = typer.Typer(
+        name="atsplan",
+        help="Measure a GGUF model on this machine, place its tensors under a VRAM budget, and run it.",
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        add_completion=False,
+    )
+    register_profiler(app)
+    register_planner(app, lambda: detect("auto")[0])
+    register_runtime(app, detect)
+
+    @app.callback(invoke_without_command=True)
+    def root(
+        context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")
+    ) -> None:
+        if version:
+            typer.echo(f"atsplan {__version__}")
+        elif context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+
+    return app
+
+
+def detect(device: str) -> tuple["Hardware", "Software"]:
     """Return what is here. The profiler knows, and the runtime, which must not import it, asks through this."""
     from profiler.detect import detect_hardware, detect_software, resolve_device
 
     return detect_hardware(resolve_device(device) if device == "auto" else device), detect_software()
 
 
-app = typer.Typer(
-    name="atsplan",
-    help="Measure a GGUF model on this machine, place its tensors under a VRAM budget, and run it.",
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
-register_profiler(app)
-register_planner(app, lambda: detect("auto")[0])
-register_runtime(app, detect)
+def _report(error: Exception) -> int:
+    """Print the error and return the exit code."""
+    import typer
 
+    from planner.errors import AtsplanError
 
-@app.callback(invoke_without_command=True)
-def root(context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
-    if version:
-        typer.echo(f"atsplan {__version__}")
-    elif context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-
-
-def main() -> None:
-    """Run the command line in a child process, which llama.cpp may end, and exit. ATSPLAN_DEBUG=1: in this one."""
-    if os.environ.get("ATSPLAN_DEBUG"):
-        sys.exit(app(standalone_mode=False))
-    try:
-        supervise()
-    except AtsplanError as error:
-        sys.exit(_fail(error.exit_code, f"Error: {error.message}", error.remedy))
-    run_command_line()
-
-
-def run_command_line() -> None:
-    """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    try:
-        code = app(standalone_mode=False)
-        sys.stdout.flush()
-    except AtsplanError as error:
-        code = _fail(error.exit_code, f"Error: {error.message}", error.remedy)
-    except typer.TyperException as error:
-        code = _fail(error.exit_code, f"Error: {error.format_message()}", "Try 'atsplan --help'.")
-    except (KeyboardInterrupt, typer.Abort):
-        code = _fail(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is silent too
-        code = 1
-    except Exception as error:
-        hint = "This is a bug in atsplan. Set ATSPLAN_DEBUG=1 to see where it happened."
-        code = _fail(1, f"Error: {type(error).__name__}: {error}", hint)
-    sys.exit(code)
+    match error:
+        case AtsplanError():
+            return _fail(error.exit_code, f"Error: {error.message}", error.remedy)
+        case typer.TyperException():
+            return _fail(error.exit_code, f"Error: {error.format_message()}", "Try 'atsplan --help'.")
+        case typer.Abort():
+            return INTERRUPTED
+        case BrokenPipeError():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is silent too
+            return 1
+        case _:
+            hint = "This is a bug in atsplan. Set ATSPLAN_DEBUG=1 to see where it happened."
+            return _fail(1, f"Error: {type(error).__name__}: {error}", hint)
 
 
 def _fail(exit_code: int, *lines: str) -> int:

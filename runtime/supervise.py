@@ -12,10 +12,12 @@ import signal
 import sys
 import time
 from collections import deque
-
-from planner.errors import DeviceError
+from typing import TYPE_CHECKING
 
 from .native_log import last_problem
+
+if TYPE_CHECKING:
+    from planner.errors import DeviceError
 
 _FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _N_IMPATIENT, _IMPATIENT_SECONDS = 3, 2.0  # so many times Ctrl-C so quickly: native code does not let Python end it
@@ -86,6 +88,8 @@ def _become_child(parent: int, native_stderr: int) -> None:
 
 
 def _explain(number: int, problem: str) -> DeviceError:
+    from planner.errors import DeviceError  # takes long, and no command that ends well needs it here
+
     name = signal.Signals(number).name
     if number == signal.SIGKILL:
         return DeviceError(

@@ -38,7 +38,8 @@ def pages() -> dict[Path, str]:
     return {
         ROOT / "plans/schema.json": json.dumps(json_schema(*FILES), indent=1, ensure_ascii=False) + "\n",
         formats: _introduction(formats) + "".join(_record_section(cls) for cls in _records()),
-        commands: _introduction(commands) + "".join(_command_section(*item) for item in commands_of(atsplan.app)),
+        commands: _introduction(commands)
+        + "".join(_command_section(*item) for item in commands_of(atsplan.make_app())),
     }
 
 

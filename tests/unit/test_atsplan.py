@@ -36,12 +36,9 @@ def run_failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], in
         def fail() -> None:
             raise error
 
-        monkeypatch.setattr(atsplan, "app", app)
+        monkeypatch.setattr(atsplan, "make_app", lambda: app)
         monkeypatch.setattr(sys, "argv", ["atsplan"])
-        with pytest.raises(SystemExit) as caught:
-            atsplan.run_command_line()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code
+        return atsplan.run_command_line()
 
     return run
 
@@ -60,8 +57,7 @@ def test_version_and_help() -> None:
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['atsplan', '--help']; import atsplan\n"
-        "try: atsplan.run_command_line()\n"
-        "except SystemExit: pass\n"
+        "atsplan.run_command_line()\n"
         "heavy = {'pandas', 'ortools', 'llama_cpp', 'pynvml', 'gguf'} & set(sys.modules)\n"
         "print(sorted(heavy), file=sys.stderr)"
     )
@@ -98,7 +94,7 @@ def test_debug_shows_the_traceback(
     run_failing: Callable[[BaseException], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATSPLAN_DEBUG", "1")
-    monkeypatch.setattr(atsplan, "run_command_line", atsplan.main)
+    monkeypatch.setattr(atsplan, "run_command_line", lambda: atsplan.main())
     with pytest.raises(ZeroDivisionError):
         run_failing(ZeroDivisionError())
 
@@ -111,8 +107,9 @@ def test_interrupt(run_failing: Callable[[BaseException], int], capsys: pytest.C
 def test_broken_pipe_is_silent() -> None:
     code = (
         "import sys, typer, atsplan\n"
-        "atsplan.app = typer.Typer()\n"
-        "@atsplan.app.command()\n"
+        "app = typer.Typer()\n"
+        "atsplan.make_app = lambda: app\n"
+        "@app.command()\n"
         "def chatter():\n"
         "    for _ in range(100_000): print('x' * 100)\n"
         "sys.argv = ['atsplan']; atsplan.main()"

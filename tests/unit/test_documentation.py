@@ -13,7 +13,7 @@ import atsplan
 from planner.examples import examples_of
 from tests.documentation import ROOT, commands_of, pages
 
-COMMANDS = dict(commands_of(atsplan.app))
+COMMANDS = dict(commands_of(atsplan.make_app()))
 PAGES = pages()
 WRITTEN = [*ROOT.glob("*.md"), *(page for folder in ("plans", "notebooks") for page in ROOT.glob(f"{folder}/*.md"))]
 
