@@ -132,8 +132,7 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
         if profile.is_simulated:
             typer.echo("Made from simulated GPU timings: the speeds say nothing about a real GPU.")
         if png:
-            gpu = profile.hardware.gpu.name if profile.hardware.gpu else ""
-            sweeping.write_sweep_png(png, points, f"{profile.model.name} on {gpu}, predicted")
+            sweeping.write_sweep_png(png, points, f"{profile.model.name} on {profile.hardware.gpu_name}, predicted")
 
     @app.command(
         epilog=examples(

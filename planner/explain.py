@@ -19,6 +19,7 @@ from .units import MIB, format_size
 _MARKS: dict[WeightClass, tuple[str, str]] = {"gpu": ("█", "green"), "stream": ("▒", "yellow"), "cpu": ("·", "magenta")}
 HEADINGS: dict[WeightClass, str] = {"gpu": "in VRAM", "stream": "streamed", "cpu": "on the CPU"}
 _LANES = {"gpu": ("GPU", "green"), "link": ("link", "yellow"), "cpu": ("CPU", "magenta")}
+MIN_SHOWN_BYTES = MIB // 16  # smaller weights, such as norms, are counted but not drawn one by one
 _BLOCK = re.compile(r"^blk\.(\d{1,3})\.(.+)$")  # llama.cpp knows no model with a thousand layers
 
 
@@ -48,19 +49,18 @@ def layer_map(placements: Sequence[Placement]) -> dict[str, dict[int, Placement]
     rows: dict[str, dict[int, Placement]] = {}
     for placement in placements:
         layer, role = role_of(placement.name)
-        if layer is not None and placement.size_bytes >= MIB // 16:
+        if layer is not None and placement.size_bytes >= MIN_SHOWN_BYTES:
             rows.setdefault(role, {})[layer] = placement
     return rows
 
 
 def _title(plan: Plan) -> Text:
     workload = plan.workload
-    gpu = plan.hardware.gpu.name if plan.hardware.gpu else "no GPU"
     threads = "thread" if workload.n_threads == 1 else "threads"
     title = Text(plan.model.name, style="bold")
     title.append(f" in {format_size(plan.vram.budget_bytes)} of VRAM", style="bold")
     title.append(
-        f"\n{gpu}{' (simulated)' if plan.is_simulated else ''}; {workload.n_threads} {threads}; "
+        f"\n{plan.hardware.gpu_name}{' (simulated)' if plan.is_simulated else ''}; {workload.n_threads} {threads}; "
         f"context {workload.n_context}, KV {workload.type_k}/{workload.type_v}; "
         f"{workload.n_prompt_tokens} prompt + {workload.n_generated_tokens} generated tokens",
         style="dim",
@@ -107,7 +107,7 @@ def _role_table(plan: Plan) -> Table:
     roles: dict[str, list[Placement]] = {}
     for placement in plan.placements:
         roles.setdefault(role_of(placement.name)[1], []).append(placement)
-    large = {role: group for role, group in roles.items() if max(p.size_bytes for p in group) >= MIB // 16}
+    large = {role: group for role, group in roles.items() if max(p.size_bytes for p in group) >= MIN_SHOWN_BYTES}
     small = [p for role, group in roles.items() if role not in large for p in group]
     rows = [(role, group) for role, group in sorted(large.items(), key=lambda item: -_size(item[1]))]
     if small:
@@ -233,10 +233,9 @@ def _fill(filled: list[float], start: float, end: float, period: float, scale: f
 
 def profile_view(profile: Profile) -> RenderableType:
     """Return a profile's facts: what was measured, where, and the rates that decide."""
-    gpu = profile.hardware.gpu
     title = Text(profile.model.name, style="bold").append(
         f"\n{profile.hardware.cpu.model}, {profile.hardware.cpu.physical_cores} cores; "
-        f"{gpu.name if gpu else 'no GPU'}{' (simulated)' if profile.is_simulated else ''}\n"
+        f"{profile.hardware.gpu_name}{' (simulated)' if profile.is_simulated else ''}\n"
         f"{len(profile.weights)} weights, {format_size(sum(w.size_bytes for w in profile.weights))}; "
         f"context {profile.n_context}, micro-batch {profile.n_ubatch}; "
         f"llama-cpp-python {profile.software.llama_cpp_python}",

@@ -49,6 +49,11 @@ class Hardware:
     gpu: Gpu | None
 
     @property
+    def gpu_name(self) -> str:
+        """For people to read."""
+        return self.gpu.name if self.gpu else "no GPU"
+
+    @property
     def fingerprint(self) -> str:
         """Return 16 hex digits over the stable facts. RAM is rounded to GiB: kernels reserve varying amounts."""
         facts = asdict(self)

@@ -110,7 +110,7 @@ def differences(there: Hardware, here: Hardware) -> list[str]:
     found = []
     if there.gpu is None or here.gpu is None:
         if there.gpu is not here.gpu:
-            found.append(f"{_gpu_name(there.gpu)} instead of {_gpu_name(here.gpu)}")
+            found.append(f"{there.gpu_name} instead of {here.gpu_name}")
     else:
         if there.gpu.name != here.gpu.name:
             found.append(f"{there.gpu.name} instead of {here.gpu.name}")
@@ -229,10 +229,6 @@ def _link_rate(gpu: Gpu) -> float:
 
 def _lanes(gpu: Gpu) -> str:
     return f"{gpu.pcie_generation}.0 x{gpu.pcie_width}" if gpu.pcie_width else "unknown"
-
-
-def _gpu_name(gpu: Gpu | None) -> str:
-    return gpu.name if gpu else "no GPU"
 
 
 def _gib_number(size_bytes: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from .densities import Density, microseconds
-from .explain import HEADINGS, layer_map, memory_parts, prediction_lines, role_of
+from .explain import HEADINGS, MIN_SHOWN_BYTES, layer_map, memory_parts, prediction_lines, role_of
 from .measurements import Profile
 from .picture import COLOURS, LANES, MEMORY_COLOURS
 from .plan import Placement, Plan, WeightClass
@@ -43,9 +43,9 @@ svg text { fill: var(--soft); font-size: 11px; }
 
 def plan_page(plan: Plan, items: Sequence[Density], token: Timeline | None, names: Sequence[str]) -> str:
     """Return the page. Without the plan's profile there are no densities and no timeline; `names` are its weights'."""
-    workload, gpu = plan.workload, plan.hardware.gpu
+    workload = plan.workload
     subtitle = (
-        f"{gpu.name if gpu else 'no GPU'}{' (simulated)' if plan.is_simulated else ''}, {plan.hardware.cpu.model}; "
+        f"{plan.hardware.gpu_name}{' (simulated)' if plan.is_simulated else ''}, {plan.hardware.cpu.model}; "
         f"{workload.n_threads} threads; context {workload.n_context}, KV {workload.type_k}/{workload.type_v}; "
         f"{workload.n_prompt_tokens} prompt + {workload.n_generated_tokens} generated tokens"
     )
@@ -69,9 +69,8 @@ def plan_page(plan: Plan, items: Sequence[Density], token: Timeline | None, name
 
 def profile_page(profile: Profile, items: Sequence[Density], n_threads: int) -> str:
     """Return the page; `items` are densities with `n_threads` CPU threads."""
-    gpu = profile.hardware.gpu
     subtitle = (
-        f"{profile.hardware.cpu.model}, {profile.hardware.cpu.physical_cores} cores; {gpu.name if gpu else 'no GPU'}"
+        f"{profile.hardware.cpu.model}, {profile.hardware.cpu.physical_cores} cores; {profile.hardware.gpu_name}"
         f"{' (simulated)' if profile.is_simulated else ''}; {len(profile.weights)} weights, "
         f"{format_size(sum(weight.size_bytes for weight in profile.weights))}"
     )
@@ -151,7 +150,7 @@ def _map(placements: Sequence[Placement]) -> str:
 
 def _outside(placements: Sequence[Placement]) -> str:
     """List the larger weights that belong to no layer."""
-    items = [item for item in placements if role_of(item.name)[0] is None and item.size_bytes >= MIB // 16]
+    items = [item for item in placements if role_of(item.name)[0] is None and item.size_bytes >= MIN_SHOWN_BYTES]
     return "".join(f"<p>{_key(COLOURS[item.decode])}{escape(_describe(item))}</p>" for item in items)
 
 

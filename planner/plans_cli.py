@@ -101,7 +101,7 @@ def _print(entries: Sequence[library.Entry[Plan]], here: Hardware | None) -> Non
         by_folder.setdefault(entry.path.parent, []).append(entry)
     for folder, members in by_folder.items():
         hardware = members[0].record.hardware
-        machine = f"{hardware.gpu.name if hardware.gpu else 'no GPU'}, {hardware.cpu.model}"
+        machine = f"{hardware.gpu_name}, {hardware.cpu.model}"
         if here is not None:
             different = library.differences(hardware, here)
             machine = f"Another machine: {'; '.join(different)}" if different else "This machine"
