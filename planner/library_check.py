@@ -32,7 +32,7 @@ def check_file(path: Path, *, is_shared: bool = False) -> list[str]:
             problems.append(f"the profile that it was made from {'is not beside it' if is_shared else 'was not found'}")
         return [*problems, *_plan_problems(record), *(_prediction_problems(record, profile) if profile else ())]
     except AtsplanError as error:
-        return [str(error).removeprefix(f"{path}: ")]
+        return [error.message.removeprefix(f"{path}: ").removesuffix(".")]
 
 
 def _shared_problems(path: Path, record: Plan | Profile) -> Iterator[str]:

@@ -24,6 +24,7 @@ MAX_FILE_BYTES = 64 * 1024**2  # a 70B model's profile takes about 2 MB; more is
 MAX_INTEGER = 2**53  # larger ones do not survive other programs' JSON, and overflow the solvers
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a stranger's file must not steer the terminal
 MAX_NUMBER = 1e18  # larger rates than of any machine; quotients of larger ones overflow
+_DAMAGED = "Make it again, or get another copy."
 MAX_SECONDS = 1e6  # a longer measurement is a wrong unit; a sum of them in nanoseconds would overflow
 
 
@@ -69,9 +70,9 @@ def from_json(data: bytes, cls: type[Record], source: str) -> Record:
     try:
         raw = pydantic_core.from_json(data)
     except ValueError as error:
-        raise InvalidFileError(f"{source}: not JSON: {error}.") from error
+        raise InvalidFileError(f"{source}: not JSON: {error}.", _DAMAGED) from error
     if not isinstance(raw, dict):
-        raise InvalidFileError(f"{source}: not a {cls.__name__.lower()}: the file holds no JSON object.")
+        raise InvalidFileError(f"{source}: not a {cls.__name__.lower()}: the file holds no JSON object.", _DAMAGED)
     _check_schema_version(raw, cls, source)
     try:
         kind: Any = cls
@@ -79,10 +80,10 @@ def from_json(data: bytes, cls: type[Record], source: str) -> Record:
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        raise InvalidFileError(f"{source}: {_path(first['loc'])}: {first['msg']}.{more}") from error
+        raise InvalidFileError(f"{source}: {_path(first['loc'])}: {first['msg']}.{more}", _DAMAGED) from error
     problem = _find_bad_value(record, "")
     if problem:
-        raise InvalidFileError(f"{source}: {problem}.")
+        raise InvalidFileError(f"{source}: {problem}.", _DAMAGED)
     return record
 
 
@@ -93,13 +94,14 @@ def read_record(path: str | os.PathLike[str], cls: type[Record]) -> Record:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO must not block
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise InvalidFileError(f"{path}: not a regular file.")
+                raise InvalidFileError(f"{path}: not a regular file.", f"Name a {cls.__name__.lower()}.")
             data = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InvalidFileError(f"{path}: cannot be read: {reason}.") from error
+        raise InvalidFileError(f"{path}: cannot be read: {reason}.", "Check the path and its permissions.") from error
     if len(data) > MAX_FILE_BYTES:
-        raise InvalidFileError(f"{path}: over {MAX_FILE_BYTES // 1024**2} MiB: not a {cls.__name__.lower()}.")
+        kind = cls.__name__.lower()
+        raise InvalidFileError(f"{path}: over {MAX_FILE_BYTES // 1024**2} MiB: not a {kind}.", f"Name a {kind}.")
     return from_json(data, cls, str(path))
 
 
@@ -147,7 +149,7 @@ def _check_schema_version(raw: dict[str, Any], cls: type[Any], source: str) -> N
     found = raw.get("schema_version")
     kind = cls.__name__.lower()
     if found is None:
-        raise InvalidFileError(f"{source}: not a {kind}: schema_version is missing.")
+        raise InvalidFileError(f"{source}: not a {kind}: schema_version is missing.", f"Name a {kind}.")
     if found != known or isinstance(found, bool):
         newer = isinstance(found, int) and found > known
         remedy = "Upgrade atsplan." if newer else f"Make the {kind} again with this version of atsplan."

@@ -18,7 +18,9 @@ def with_routing(profile: Profile, model: Path, text_file: Path) -> Profile:
     try:
         text = text_file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise InvalidFileError(f"{text_file}: {error.strerror or error}.") from error
+        raise InvalidFileError(
+            f"{text_file}: {error.strerror or error}.", "Name a text file with --routing."
+        ) from error
     return replace(profile, routing=count_routing(model, text, profile.hardware.cpu.physical_cores))
 
 

@@ -118,7 +118,9 @@ def _bench_plain(plan: Plan, task: Task, report: Report) -> tuple[PlainResult, .
     budget_bytes = max(0, plan.vram.budget_bytes - plan.vram.overhead_bytes)
     candidates = find_candidates(Search(task.model_path, task.device, budget_bytes, fixed))
     if not candidates:
-        raise AtsplanError("llama.cpp cannot run the model within the plan's budget at all.")
+        raise AtsplanError(
+            "llama.cpp cannot run the model within the plan's budget at all.", "Measure without --against."
+        )
     trials: list[tuple[Candidate, Measured]] = []
     for candidate in candidates:
         report(f"Trying llama.cpp with {candidate.name} ...")

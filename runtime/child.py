@@ -42,7 +42,9 @@ def call(module: str, request: Any, *, purpose: str, timeout_seconds: float) -> 
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise AtsplanError(f"{purpose}: no answer within {timeout_seconds:.0f} s.") from error
+        raise AtsplanError(
+            f"{purpose}: no answer within {timeout_seconds:.0f} s.", "Try again when the machine is idle."
+        ) from error
     if child.returncode == 0:
         return child.stdout
     if child.returncode == _KNOWN_ERROR:

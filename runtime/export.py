@@ -112,7 +112,9 @@ def _overrides(patterns: Sequence[str], target: Target, buffer_type: str) -> str
     """Return the value of -ot. llama-bench takes commas for several values to be measured one after another."""
     unusable = next((pattern for pattern in patterns if set(pattern) & set(",;=")), None)
     if unusable:
-        raise AtsplanError(f"The pattern {unusable} cannot be given to {target}: it holds a separator.")
+        raise AtsplanError(
+            f"The pattern {unusable} cannot be given to {target}: it holds a separator.", "Use --to python."
+        )
     text = (";" if target is Target.LLAMA_BENCH else ",").join(f"{pattern}={buffer_type}" for pattern in patterns)
     if len(text.encode()) > MAX_COMMAND_BYTES:
         raise AtsplanError("The plan is too long for a command line.", "Use --to python.")
