@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .crosscheck import check_placement
+from .decode import DecodeProblem
 from .errors import AtsplanError, InfeasibleError
 from .experts import find_experts
 from .hardware import MAX_PINNED_FRACTION
-from .joint import Candidate, DecodeProblem, estimate, lower_bound, prompt_rings, solve_joint
+from .joint import Candidate, estimate, lower_bound, prompt_rings, solve_joint
 from .knapsack import solve_with_experts_last
 from .measurements import Profile, WeightUse
 from .memory import DEFAULT_MARGIN_BYTES, available_bytes, fixed_memory, granule_bytes, vram_budget

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from planner.decode import DecodeProblem
 from planner.errors import AtsplanError, InfeasibleError
-from planner.joint import DecodeProblem, lower_bound, solve_joint
+from planner.joint import lower_bound, solve_joint
 from planner.measurements import Profile
 from planner.memory import fixed_memory, granule_bytes
 from planner.patterns import group_units, spread
