@@ -7,6 +7,7 @@ the header, which is refused above `_MAX_HEADER_BYTES`; weights are read only by
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import stat
@@ -349,7 +350,7 @@ def _read_tensor_table(
     alignment = metadata.get("general.alignment", 32)
     if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
         raise _corrupt(path, "general.alignment is not a power of two")
-    entries: dict[str, tuple[int, tuple[int, ...], int]] = {}
+    entries: dict[str, tuple[int, tuple[int, ...], int, int]] = {}  # type, shape, bytes, offset in the data
     next_offset = 0
     for index in range(n_tensors):
         name = header.name(f"the name of tensor {index}", _MAX_TENSOR_NAME_BYTES)
@@ -362,16 +363,14 @@ def _read_tensor_table(
         ggml_type, offset = header.number("I"), header.number("Q")
         if offset != next_offset:
             raise _corrupt(path, f"the data of {name} starts at offset {offset} instead of {next_offset}")
-        next_offset += _aligned(_tensor_size_bytes(path, name, ggml_type, shape), alignment)
-        entries[name] = (ggml_type, shape, offset)
+        size_bytes = _tensor_size_bytes(path, name, ggml_type, shape)
+        next_offset += _aligned(size_bytes, alignment)
+        entries[name] = (ggml_type, shape, size_bytes, offset)
     data_start = _aligned(header.position, alignment)
     tensors = tuple(
-        GgufTensor(
-            name, GGML_TYPES[ggml_type][0], ggml_type, shape,
-            _tensor_size_bytes(path, name, ggml_type, shape), path, data_start + offset,
-        )
-        for name, (ggml_type, shape, offset) in entries.items()
-    )  # fmt: skip
+        GgufTensor(name, GGML_TYPES[ggml_type][0], ggml_type, shape, size_bytes, path, data_start + offset)
+        for name, (ggml_type, shape, size_bytes, offset) in entries.items()
+    )
     end = max((tensor.offset_bytes + tensor.size_bytes for tensor in tensors), default=0)
     if end > file_bytes:
         raise _truncated(path, end - file_bytes)
@@ -385,9 +384,7 @@ def _tensor_size_bytes(path: Path, name: str, ggml_type: int, shape: tuple[int, 
             "The file is corrupt, or of a format that this version does not support.",
         )
     type_name, block_elements, block_bytes = GGML_TYPES[ggml_type]
-    n_elements = 1
-    for dimension in shape:
-        n_elements *= dimension
+    n_elements = math.prod(shape)
     if max(*shape, n_elements) > _MAX_ELEMENTS // block_bytes:
         raise _corrupt(path, f"{name} claims the impossible shape {shape}")
     if shape[0] % block_elements:

@@ -7,6 +7,7 @@ of any size can be tried on a machine without a network.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import struct
 import sys
@@ -113,10 +114,7 @@ def _pools(tensors: Sequence[SyntheticTensor], types: Sequence[str], seed: int) 
 
 def _n_bytes(tensor: SyntheticTensor, type_name: str) -> int:
     _, block_elements, block_bytes = GGML_TYPES[TYPE_IDS[type_name]]
-    n_elements = 1
-    for dimension in tensor.shape:
-        n_elements *= dimension
-    return n_elements // block_elements * block_bytes
+    return math.prod(tensor.shape) // block_elements * block_bytes
 
 
 def _write_file(
