@@ -22,7 +22,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells do
 def main() -> None:
     """Run the command line in a child process, which llama.cpp may end, and exit. ATSPLAN_DEBUG=1: in this one."""
     if os.environ.get("ATSPLAN_DEBUG"):
-        sys.exit(make_app()(standalone_mode=False))
+        sys.exit(make_app()(prog_name="atsplan", standalone_mode=False))
     code = run_command_line(supervise)
     if code == INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough
@@ -33,7 +33,7 @@ def run_command_line(prepare: Callable[[], None] = lambda: None) -> int:
     """Return the exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     try:
         prepare()
-        code: int = make_app()(standalone_mode=False) or 0
+        code: int = make_app()(prog_name="atsplan", standalone_mode=False) or 0
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -91,7 +91,10 @@ def _report(error: Exception) -> int:
         case AtsplanError():
             return _fail(error.exit_code, f"Error: {error.message}", error.remedy)
         case typer.TyperException():
-            return _fail(error.exit_code, f"Error: {error.format_message()}", "Try 'atsplan --help'.")
+            message = error.format_message().replace(": Value error, ", ": ").replace(": Input should", ": it should")
+            context = getattr(error, "ctx", None)  # of the command at fault
+            command = context.command_path if context else "atsplan"
+            return _fail(error.exit_code, f"Error: {message}", f"Try '{command} --help'.")
         case typer.Abort():
             return INTERRUPTED
         case BrokenPipeError():

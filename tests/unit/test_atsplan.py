@@ -66,13 +66,19 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_wrong_usage_is_two_plain_lines() -> None:
-    for arguments in (["no-such-command"], ["solve", "--no-such-option"]):
+    for arguments, words, command in (
+        (["no-such-command"], "No such command", "atsplan"),
+        (["solve", "--no-such-option"], "No such option", "atsplan solve"),
+        (["plans", "add"], "Missing argument 'file'", "atsplan plans add"),
+        (["solve", "--ctx", "0"], "Invalid value for '--ctx': it should be greater than", "atsplan solve"),
+        (["solve", "--objective", "best"], "Invalid value for '--objective': 'best' is not one of", "atsplan solve"),
+    ):
         result = command_line(*arguments)
         assert result.returncode == 2
         assert result.stdout == ""
         first, second = result.stderr.splitlines()
-        assert first.startswith("Error: No such ")
-        assert second == "Try 'atsplan --help'."
+        assert first.startswith(f"Error: {words}")
+        assert second == f"Try '{command} --help'."
 
 
 def test_known_error(run_failing: Callable[[BaseException], int], capsys: pytest.CaptureFixture[str]) -> None:
