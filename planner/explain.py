@@ -20,6 +20,7 @@ _MARKS: dict[WeightClass, tuple[str, str]] = {"gpu": ("█", "green"), "stream":
 HEADINGS: dict[WeightClass, str] = {"gpu": "in VRAM", "stream": "streamed", "cpu": "on the CPU"}
 _LANES = {"gpu": ("GPU", "green"), "link": ("link", "yellow"), "cpu": ("CPU", "magenta")}
 MIN_SHOWN_BYTES = MIB // 16  # smaller weights, such as norms, are counted but not drawn one by one
+_LOOSEST_BOUND = 0.1  # of the predicted time: one further away tells nothing
 _BLOCK = re.compile(r"^blk\.(\d{1,3})\.(.+)$")  # llama.cpp knows no model with a thousand layers
 
 
@@ -185,8 +186,9 @@ def prediction_lines(plan: Plan) -> Iterator[Text]:
                 f"{in_vram:.0f} are cached in VRAM, {streamed_ones:.0f} streamed and {on_cpu:.0f} computed on the CPU."
             )
     solver = plan.solver
-    if solver.objective == "joint" and solver.bound_seconds > 0:
-        yield Text(f"No placement can exceed {_rate(1 / solver.bound_seconds)} at these measured rates.")
+    if solver.objective == "joint":
+        if solver.bound_seconds > _LOOSEST_BOUND * seconds:
+            yield Text(f"No placement can exceed {_rate(1 / solver.bound_seconds)} at these measured rates.")
     else:
         yield Text("The paper's static objective, solved to the optimum.")
 

@@ -147,6 +147,16 @@ def test_show(profile: Profile, profile_file: str, budget: str) -> None:
     assert "on the CPU at" in run("show", "plan.json", "--timeline")
 
 
+def test_a_bound_far_from_the_prediction_is_not_shown(profile: Profile) -> None:
+    plan = solve(profile, 800 * MIB, Workload(n_threads=8))
+    seconds = plan.prediction.decode_seconds_per_token
+    for bound_seconds, is_shown in ((seconds / 2, True), (seconds / 50, False), (1e-19, False), (0.0, False)):
+        changed = replace(plan, solver=replace(plan.solver, bound_seconds=bound_seconds))
+        text = " ".join(line.plain for line in explain.prediction_lines(changed))
+        assert ("No placement can exceed" in text) == is_shown
+        assert "static objective" not in text
+
+
 def test_timeline_needs_the_right_profile(profile: Profile, budget: str) -> None:
     plan = solve(profile, 800 * MIB, Workload(n_threads=8))
     token = simulate_plan(profile, plan)
