@@ -169,6 +169,8 @@ def complete(
 ) -> RunFigures:
     """Stream the prompt's continuation to `write` and return what it took. Ctrl-C leaves the text so far."""
     tokens = engine.tokenize(prompt)
+    if not tokens:
+        raise AtsplanError("The prompt is empty, and the model has no token to begin with.", "Give a text with -p.")
     engine.helper.set_option("statistics", 1)
     engine.statistics(reset=True)
     started = time.perf_counter()
@@ -209,8 +211,9 @@ def _loading(model_path: Path) -> Iterator[OnProgress]:
 
 
 def _read_line() -> str | None:
+    _write("> ")  # input() would print it on the standard error of native code, which nobody sees
     try:
-        return input("> ")
+        return input()
     except (EOFError, KeyboardInterrupt):
         _write("\n")
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -214,6 +215,27 @@ def test_a_prompt_longer_than_the_context(plan_path: Path, smollm2: Path) -> Non
     result = invoke("run", "--plan", str(plan_path), "--model", str(smollm2), "-p", "word " * 600)
     assert isinstance(result.exception, AtsplanError)
     assert "tokens do not fit into the context of 512" in result.exception.message
+
+
+def test_an_empty_prompt(plan_path: Path, smollm2: Path) -> None:
+    result = invoke("run", "--plan", str(plan_path), "--model", str(smollm2), "-p", "")
+    assert isinstance(result.exception, AtsplanError)
+    assert "The prompt is empty" in result.exception.message
+
+
+def test_a_chat_asks_on_the_terminal() -> None:
+    code = "from runtime.supervise import supervise; supervise(); from runtime.commands import _read_line; _read_line()"
+    ours, its = os.openpty()
+    root = Path(build.__file__).parents[1]
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=its, stdout=its, stderr=its, cwd=root)
+    os.close(its)
+    try:
+        assert os.read(ours, 2) == b"> "
+        os.write(ours, b"\x04")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        os.close(ours)
 
 
 def test_ctrl_c_keeps_the_text_so_far(plan: Plan, plan_path: Path, smollm2: Path) -> None:
