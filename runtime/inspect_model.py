@@ -17,7 +17,7 @@ from planner.measurements import MemoryCase, WeightUse
 from planner.records import from_json
 
 from . import child
-from .bindings import BufferMemory, Ggml, Helper, TracedWeight
+from .bindings import Ggml, Helper, TracedWeight
 from .library import HYBRID_DEVICE, load
 from .session import LoadSettings, open_context, open_model
 
@@ -36,7 +36,6 @@ class Inspection:
     weights_prefill: tuple[WeightUse, ...]
     memory: tuple[MemoryCase, ...]  # for every combination of n_context and n_ubatch
     device_weights_bytes: int  # with every layer offloaded
-    host_weights_bytes: int
 
 
 def inspect_model(
@@ -81,33 +80,25 @@ def _inspect(
             for n_ubatch in n_ubatches:
                 with open_context(model, settings(n_context, n_ubatch), ggml) as context:
                     rows = helper.memory_breakdown(context)
+                on_device = [row for row in rows if row.buffer_type == device_type]
                 cases.append(
                     MemoryCase(
                         n_context, n_ubatch, type_k, type_v, flash_attention,
-                        context_bytes=sum(row.context_bytes for row in _on_device(rows, device_type)),
-                        compute_bytes=sum(row.compute_bytes for row in _on_device(rows, device_type)),
-                        host_compute_bytes=sum(row.compute_bytes for row in _on_host(rows, device_type)),
+                        context_bytes=sum(row.context_bytes for row in on_device),
+                        compute_bytes=sum(row.compute_bytes for row in on_device),
+                        host_compute_bytes=sum(row.compute_bytes for row in rows if row.buffer_type != device_type),
                     )
                 )  # fmt: skip
         largest = settings(max(n_contexts), max(n_ubatches))
         context = stack.enter_context(open_context(model, largest, ggml))
         n_prefill_tokens = min(largest.n_ubatch, largest.n_context)
-        rows = helper.memory_breakdown(context)
+        on_device = [row for row in helper.memory_breakdown(context) if row.buffer_type == device_type]
         return Inspection(
             weights_decode=_weight_uses(helper.trace_weights(context, 1), 1),
             weights_prefill=_weight_uses(helper.trace_weights(context, n_prefill_tokens), n_prefill_tokens),
             memory=tuple(cases),
-            device_weights_bytes=sum(row.model_bytes for row in _on_device(rows, device_type)),
-            host_weights_bytes=sum(row.model_bytes for row in _on_host(rows, device_type)),
+            device_weights_bytes=sum(row.model_bytes for row in on_device),
         )
-
-
-def _on_host(rows: Sequence[BufferMemory], device_type: str) -> list[BufferMemory]:
-    return [row for row in rows if row.buffer_type != device_type]
-
-
-def _on_device(rows: Sequence[BufferMemory], device_type: str) -> list[BufferMemory]:
-    return [row for row in rows if row.buffer_type == device_type]
 
 
 def _weight_uses(traced: Sequence[TracedWeight], n_tokens: int) -> tuple[WeightUse, ...]:

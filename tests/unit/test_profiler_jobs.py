@@ -40,7 +40,7 @@ WEIGHTS = (
     use("embedding"),
 )
 PREFILL = (*WEIGHTS[:-1], replace(WEIGHTS[-1], input_bytes=WEIGHTS[-1].input_bytes // 64))
-INSPECTION = Inspection(WEIGHTS, PREFILL, tuple[MemoryCase, ...](), 0, 0)
+INSPECTION = Inspection(WEIGHTS, PREFILL, tuple[MemoryCase, ...](), 0)
 MODEL = GgufModel(
     {},
     tuple(
@@ -70,7 +70,7 @@ def test_the_output_sees_one_token_of_a_batch() -> None:
     assert batch_rows(first, INSPECTION, 64) == 64  # the output has the shape of others that see all
     assert batch_rows(wide, INSPECTION, 64) == 64
     assert batch_rows(experts, INSPECTION, 64) == 64
-    alone = Inspection((WEIGHTS[-1],), (PREFILL[-1],), (), 0, 0)
+    alone = Inspection((WEIGHTS[-1],), (PREFILL[-1],), (), 0)
     assert batch_rows(first, alone, 64) == 1
 
 
