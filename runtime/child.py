@@ -17,6 +17,7 @@ from planner.errors import AtsplanError, DeviceError, InfeasibleError, InvalidFi
 from planner.records import to_json
 
 from .native_log import last_problem
+from .supervise import end_with_parent
 
 _KNOWN_ERROR = 3  # the exit status of a child that prints its error as the answer
 _ERRORS = {
@@ -56,6 +57,7 @@ def call(module: str, request: Any, *, purpose: str, timeout_seconds: float) -> 
 
 def answer(function: Callable[[Any], object]) -> int:
     """Print what `function` (a record) makes of the request on stdin, and return the exit status."""
+    end_with_parent()
     try:
         print(to_json(function(json.load(sys.stdin))))
     except AtsplanError as error:

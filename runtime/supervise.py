@@ -35,7 +35,10 @@ def supervise() -> None:
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        _become_child(parent, said)
+        end_with_parent()
+        if os.getppid() != parent:  # it died before that
+            os._exit(128 + signal.SIGTERM)
+        _become_child(said)
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         return
     try:
@@ -76,10 +79,12 @@ def _wait(child: int, watched: set[signal.Signals]) -> tuple[int, int | None]:
                 os.kill(child, signal.SIGKILL)
 
 
-def _become_child(parent: int, native_stderr: int) -> None:
+def end_with_parent() -> None:
+    """Have the system end this process when its parent dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before that
-        os._exit(128 + signal.SIGTERM)
+
+
+def _become_child(native_stderr: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no dump of gigabytes of pinned weights
     os.environ["GGML_NO_BACKTRACE"] = "1"
     sys.stderr = open(os.dup(2), "w", buffering=1, errors="backslashreplace")  # noqa: SIM115

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import signal
+import time
 
 import pytest
 
@@ -31,6 +33,23 @@ def test_a_death_is_an_error_that_quotes_the_last_words(capfd: pytest.CaptureFix
         worker.call(os.abort)
     assert caught.value.message == "Measuring on cuda0 ended abruptly: GGML_ASSERT(a == b) failed"
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_does_not_end_is_ended() -> None:
+    started = time.monotonic()
+    with pytest.raises(DeviceError, match=r"did not end within 0\.5 s"), Worker("sim", timeout_seconds=0.5) as worker:
+        worker.call(time.sleep, 60)
+    assert time.monotonic() - started < 10
+
+
+def test_an_interrupt_does_not_wait_for_the_child() -> None:
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Worker("sim") as worker:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        worker.call(time.sleep, 60)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert time.monotonic() - started < 10
 
 
 def test_a_silent_death_is_an_error_too() -> None:

@@ -21,10 +21,9 @@ def command(body: str) -> list[str]:
     """Return a command that supervises `body` and prints its own errors as the command line does."""
     lines = [
         "import os, signal, sys, time",
-        "from planner.errors import AtsplanError",
         "from runtime.supervise import supervise",
         "try: supervise()",
-        "except AtsplanError as error: sys.exit(str(error))",
+        "except Exception as error: sys.exit(str(error))",
         body,
     ]
     return [sys.executable, "-c", "\n".join(lines)]
@@ -72,12 +71,12 @@ def test_signals_reach_the_child() -> None:
     waits = "try: print(flush=True); time.sleep(20)\nexcept KeyboardInterrupt: print('stopped'); sys.exit(130)"
     process = start(waits)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=10) == ("stopped\n", "")
+    assert process.communicate(timeout=30) == ("stopped\n", "")
     assert process.returncode == 130
     for number in (signal.SIGTERM, signal.SIGHUP):
         process = start(waits)
         process.send_signal(number)
-        assert process.communicate(timeout=10) == ("", "")
+        assert process.communicate(timeout=30) == ("", "")
         assert process.returncode == 128 + number
 
 
@@ -88,14 +87,14 @@ def test_three_interrupts_end_what_does_not_listen() -> None:
         time.sleep(0.1)
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=10) == ("", "")
+    assert process.communicate(timeout=30) == ("", "")
     assert process.returncode == 130
 
 
 def test_the_child_does_not_outlive_its_parent() -> None:
     process = start("print(flush=True); time.sleep(20)")
     process.kill()
-    assert process.communicate(timeout=10) == ("", "")  # the pipes close when nobody holds them
+    assert process.communicate(timeout=30) == ("", "")  # the pipes close when nobody holds them
 
 
 def test_ctrl_c_in_a_terminal_is_received_once() -> None:
