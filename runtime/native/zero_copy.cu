@@ -164,8 +164,12 @@ cudaStream_t find_stream(ggml_backend_t backend) {
     }
     cudaStream_t         stream = context->streams[context->device][0];
     ggml_backend_event_t event  = ggml_backend_event_new(ggml_backend_get_device(backend));
-    if (stream == nullptr || event == nullptr || cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed) != cudaSuccess) {
+    if (event == nullptr) {
+        return nullptr;
+    }
+    if (stream == nullptr || cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed) != cudaSuccess) {
         cudaGetLastError();
+        ggml_backend_event_free(event);
         return nullptr;
     }
     ggml_backend_event_record(event, backend);
