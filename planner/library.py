@@ -75,8 +75,8 @@ def read_plan_or_profile(path: Path) -> Plan | Profile:
         try:
             return read_record(path, Profile)
         except InvalidFileError as not_a_profile:
-            looks_like_a_profile = "kernels" in str(not_a_profile) or "placements" in str(not_a_plan)
-            raise (not_a_profile if looks_like_a_profile else not_a_plan) from None
+            is_profile = ": not a plan: " in str(not_a_plan) and ": not a profile: " not in str(not_a_profile)
+            raise (not_a_profile if is_profile else not_a_plan) from None
 
 
 def plans() -> Iterator[Entry[Plan]]:

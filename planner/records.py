@@ -78,6 +78,7 @@ def from_json(data: bytes, cls: type[Record], source: str) -> Record:
         kind: Any = cls
         record: Record = _adapter(kind).validate_json(data)
     except pydantic.ValidationError as error:
+        _check_kind(raw, cls, source)
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
         raise InvalidFileError(f"{source}: {_path(first['loc'])}: {first['msg']}.{more}", _DAMAGED) from error
@@ -156,6 +157,16 @@ def _check_schema_version(raw: dict[str, Any], cls: type[Any], source: str) -> N
         raise InvalidFileError(
             f"{source}: {kind} of schema version {found!r:.40}; this atsplan reads version {known}.", remedy
         )
+
+
+def _check_kind(raw: dict[str, Any], cls: type[Any], source: str) -> None:
+    """Refuse a record of another kind as such: a profile for a plan has fields too few and fields too many."""
+    fields = dataclasses.fields(cls)
+    nothing = dataclasses.MISSING
+    missing = [f.name for f in fields if f.name not in raw and f.default is nothing and f.default_factory is nothing]
+    if missing and raw.keys() - {field.name for field in fields}:
+        kind = cls.__name__.lower()
+        raise InvalidFileError(f"{source}: not a {kind}: {missing[0]} is missing.", f"Name a {kind}.")
 
 
 def _find_bad_value(value: object, path: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import AtsplanError, InvalidFileError
+from planner.library import read_plan_or_profile
 from planner.measurements import ModelInfo, Profile, Series
 from planner.plan import Placement, Plan, Prediction, SolverReport, VramBudget
 from planner.records import from_json, read_record, to_json, write_record
@@ -108,6 +109,23 @@ def test_schema_version_is_checked_before_the_fields(version: object, words: str
 def test_not_a_record(data: bytes) -> None:
     with pytest.raises(InvalidFileError):
         from_json(data, Plan, "p.json")
+
+
+def test_another_kind_of_file_is_named(plan: Plan, profile: Profile) -> None:
+    with pytest.raises(InvalidFileError, match=r"p\.json: not a profile: \w+ is missing\. Name a profile"):
+        from_json(to_json(plan).encode(), Profile, "p.json")
+    with pytest.raises(InvalidFileError, match=r"p\.json: not a plan: \w+ is missing\. Name a plan"):
+        from_json(to_json(profile).encode(), Plan, "p.json")
+
+
+def test_a_broken_file_is_reported_as_what_it_is(plan: Plan, profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    for record, field, words in ((plan, "placements", "placements.0: "), (profile, "kernels", "kernels.0: ")):
+        raw = json.loads(to_json(record))
+        raw[field][0] = 1
+        path.write_text(json.dumps(raw))
+        with pytest.raises(InvalidFileError, match=words):
+            read_plan_or_profile(path)
 
 
 def test_mutated_files_never_escape_as_other_errors(plan: Plan) -> None:
