@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich import box
 from rich.table import Table
 
 from planner.errors import AtsplanError
@@ -194,9 +195,13 @@ def _chained(first: Series, second: Series) -> Series:
 
 def table(result: BenchResult) -> Table:
     """Return the figures for the terminal: tokens per second, median and spread, and time to the first token."""
-    view = Table(title=f"{result.plan.model.name}, {format_size(result.plan.vram.budget_bytes)}")
-    for heading in ("at depth", "", "plan", "llama.cpp", "ratio", "predicted", "error"):
-        view.add_column(heading, justify="left" if not heading else "right")
+    view = Table(
+        title=f"{result.plan.model.name}, {format_size(result.plan.vram.budget_bytes)}",
+        title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False,
+    )  # fmt: skip
+    against = ("llama.cpp", "ratio") if result.plain else ()
+    for heading in ("depth", "", "plan", *against, "predicted", "error"):
+        view.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     predicted = result.plan.prediction
     same_prompt = result.n_prompt == result.plan.workload.n_prompt_tokens
     for depth in result.measured.depths:
@@ -211,8 +216,11 @@ def table(result: BenchResult) -> Table:
                 str(depth.n_depth),
                 label,
                 _figure(series, n_tokens),
-                _figure(plain[1], n_tokens) if plain else "",
-                f"{plain[1].median / series.median:.2f}" if plain else "",
+                *(
+                    (_figure(plain[1], n_tokens), f"{plain[1].median / series.median:.2f}")
+                    if plain
+                    else ("",) * len(against)
+                ),
                 _rate(predicted_seconds, n_tokens) if predicted_seconds else "",
                 f"{predicted_seconds / series.median - 1:+.1%}" if predicted_seconds else "",
             )
@@ -277,7 +285,8 @@ def _decode(depth: DepthTimes) -> Series:
 
 
 def _figure(series: Series, n_tokens: int) -> str:
-    return f"{_rate(series.median, n_tokens)} ± {series.mad / series.median:.1%}"
+    spread = f" ± {series.mad / series.median:.1%}" if len(series.samples) > 1 else ""
+    return f"{_rate(series.median, n_tokens)}{spread}"
 
 
 def _rate(seconds: float, n_tokens: int) -> str:
