@@ -46,7 +46,7 @@ def register(app: typer.Typer, detect: Detect) -> None:
         model: Annotated[Path | None, typer.Option("--model", help="The GGUF file, if it has moved.")] = None,
         temperature: Annotated[float, typer.Option("--temp", min=0, help="0 always takes the likeliest token.")] = 0.0,
         seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Of the draw at --temp above 0.")] = 0,
-        statistics: Annotated[bool, typer.Option("--stats", help="With -p: print speed and memory at the end.")] = False,
+        statistics: Annotated[bool, typer.Option("--stats", help="With -p: print speed and memory.")] = False,
         anyway: Annotated[bool, typer.Option("--anyway", help="Run a plan made for another machine.")] = False,
     ) -> None:
         """Generate text under a plan; without a prompt, chat."""
