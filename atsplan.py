@@ -3,6 +3,7 @@
 Everything heavy is imported where an interrupt is expected, so that Ctrl-C never prints a traceback.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells do
 
 def main() -> None:
     """Run the command line in a child process, which llama.cpp may end, and exit. ATSPLAN_DEBUG=1: in this one."""
+    _open_streams()
     if os.environ.get("ATSPLAN_DEBUG"):
         sys.exit(make_app()(prog_name="atsplan", standalone_mode=False))
     code = run_command_line(supervise)
@@ -98,11 +100,28 @@ def _report(error: Exception) -> int:
         case typer.Abort():
             return INTERRUPTED
         case BrokenPipeError():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is silent too
+            _silence_stdout()
             return 1
+        case OSError(strerror=str(reason)):
+            _silence_stdout()
+            is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+            remedy = "Make room, or name another folder in ATSPLAN_CACHE." if is_full else ""
+            return _fail(1, f"Error: {error.filename or 'Cannot write the output'}: {reason}.", remedy)
         case _:
             hint = "This is a bug in atsplan. Set ATSPLAN_DEBUG=1 to see where it happened."
             return _fail(1, f"Error: {type(error).__name__}: {error}", hint)
+
+
+def _open_streams() -> None:
+    """Open what the caller has closed: Python has no object for it, and another file could take its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _silence_stdout() -> None:
+    """Let the flush at exit succeed: what could not be written has been reported."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(exit_code: int, *lines: str) -> int:

@@ -130,6 +130,15 @@ def model_path(model_fingerprint: str) -> Path | None:
 
 
 @contextmanager
+def best_effort() -> Iterator[None]:
+    """Warn of what keeps the block from using the cache: a result that took minutes must not be lost for that."""
+    try:
+        yield
+    except AtsplanError as error:
+        logger.warning("%s", error)
+
+
+@contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock against other processes, waiting for it. Creates the folder. Raises AtsplanError."""
     try:
@@ -166,7 +175,7 @@ def _load(path: Path, cls: type[Record]) -> Record | None:
         return read_record(path, cls)
     except InvalidFileError:
         pass
-    with locked(path.parent):  # another process may have replaced it just now: look again before deleting
+    with best_effort(), locked(path.parent):  # another process may have replaced it just now: look again
         try:
             return read_record(path, cls)
         except InvalidFileError as error:
@@ -175,7 +184,7 @@ def _load(path: Path, cls: type[Record]) -> Record | None:
                 path.unlink(missing_ok=True)
             except OSError:
                 logger.warning("Could not delete %s", path)
-            return None
+    return None
 
 
 def _newest_first(kind: str, pattern: str) -> list[Path]:

@@ -260,5 +260,6 @@ def solve_cached(
         return known, True
     plan = solve(profile, budget_bytes, workload, objective=objective.value, check=check)
     if not check:
-        cache.store_plan(key, plan)
+        with cache.best_effort():
+            cache.store_plan(key, plan)
     return plan, False

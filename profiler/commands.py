@@ -48,7 +48,8 @@ def profile_command(
         _say("Counting which experts the text is routed to, on the CPU ...")
         profile = with_routing(profile, model, routing_text)
         _store(profile)
-    cache.remember_model_path(info.fingerprint, model)
+    with cache.best_effort():
+        cache.remember_model_path(info.fingerprint, model)
     if out is not None:
         write_record(out, profile)
     if csv is not None:
@@ -99,7 +100,8 @@ def _store(profile: Profile) -> None:
             "Close other programs and profile again, or keep this one with --out."
         )
     else:
-        cache.store_profile(profile)
+        with cache.best_effort():
+            cache.store_profile(profile)
 
 
 def _show_notes(profile: Profile) -> None:

@@ -130,3 +130,24 @@ def test_broken_pipe_is_silent() -> None:
     assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait() != 0
+
+
+def test_a_full_disk_is_said() -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "atsplan", "--help"],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    message, remedy = result.stderr.splitlines()
+    assert (result.returncode, message) == (1, "Error: Cannot write the output: No space left on device.")
+    assert remedy.startswith("Make room")
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_streams_that_the_caller_has_closed(closed: int) -> None:
+    result = subprocess.run(
+        ["sh", "-c", f'exec "$0" -m atsplan --version {closed}>&-', sys.executable],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == ("" if closed == 1 else f"atsplan {__version__}\n")

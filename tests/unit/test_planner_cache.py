@@ -122,6 +122,19 @@ def test_unusable_folder_is_a_clear_error(profile: Profile, folder: Path) -> Non
         cache.store_profile(profile)
 
 
+def test_what_cannot_be_cached_is_not_lost(
+    profile: Profile, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cache.store_profile(profile)
+    path.write_text("{")
+    monkeypatch.setattr(cache, "locked", lambda folder: (_ for _ in ()).throw(AtsplanError("a read-only disk")))
+    with caplog.at_level(logging.WARNING):
+        assert cache.find_profile(profile.model.fingerprint) is None
+        with cache.best_effort():
+            cache.store_profile(profile)
+    assert caplog.text.count("a read-only disk") == 2
+
+
 def _hold(folder: Path, seconds: float) -> None:
     with cache.locked(folder):
         (folder / "held").touch()
