@@ -49,7 +49,10 @@ def register(app: typer.Typer, here: Here | None) -> None:
         else:
             entries = [entry for entry in entries if model.lower() in entry.record.model.name.lower()]
         if not entries:
-            raise AtsplanError(f"There is no shared plan for {model}.", "Make one: atsplan profile MODEL.gguf")
+            raise AtsplanError(
+                f"There is no shared plan for {model}.",
+                "Make one: atsplan profile MODEL.gguf, then atsplan solve --vram 6G.",
+            )
         hardware = here() if here else None
         if hardware:
             entries = library.nearest(entries, hardware)

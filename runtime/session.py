@@ -62,7 +62,7 @@ class LoadSettings:
         """Raise AtsplanError for what llama.cpp would not refuse but crash on."""
         for name, limit in _LIMITS.items():
             if not 1 <= getattr(self, name) <= limit:
-                raise AtsplanError(f"{name} is {getattr(self, name)}; llama.cpp takes 1 to {limit}.")
+                raise AtsplanError(f"{name} is {getattr(self, name)}; llama.cpp takes 1 to {limit}.", "Solve again.")
         for name in (self.type_k, self.type_v):
             if name not in CACHE_TYPES:
                 known = ", ".join(CACHE_TYPES)
