@@ -87,12 +87,12 @@ def bench(
             "Measure at smaller depths, or solve with a larger --ctx.",
         )
     task = Task(str(model_path), plan.device, str(plan_path), None, n_prompt, n_generate, depths, (n_repeat + 1) // 2)
-    report(f"Measuring the plan ({task.n_repeat} repetitions) ...")
+    report(f"Measuring the plan (repetitions: {task.n_repeat}) ...")
     measured = measure(task)
     plain = _bench_plain(plan, replace(task, plan_path=None, n_repeat=n_repeat), report) if against_plain else ()
     ablations = _bench_ablations(plan, replace(task, n_repeat=n_repeat), report) if ablate else ()
     if n_repeat > 1:
-        report(f"Measuring the plan again ({n_repeat // 2} repetitions) ...")
+        report(f"Measuring the plan again (repetitions: {n_repeat // 2}) ...")
         measured = _joined(measured, measure(replace(task, n_repeat=n_repeat // 2)))
     return BenchResult(plan, *machine, n_prompt, n_generate, measured, plain, ablations)
 
@@ -140,7 +140,7 @@ def _bench_plain(plan: Plan, task: Task, report: Report) -> tuple[PlainResult, .
     for candidate, trial_result in trials:
         full = None
         if candidate in best:
-            report(f"Measuring llama.cpp with {candidate.name} ({task.n_repeat} repetitions) ...")
+            report(f"Measuring llama.cpp with {candidate.name} (repetitions: {task.n_repeat}) ...")
             full = measure(replace(task, settings=candidate.settings))
         results.append(PlainResult(candidate.name, candidate.settings, trial_result, full))
     return tuple(results)
@@ -160,7 +160,7 @@ def _bench_ablations(plan: Plan, task: Task, report: Report) -> tuple[Ablation, 
         for name, variant, option in variants:
             path = Path(folder) / "plan.json"
             write_record(path, variant)
-            report(f"Measuring the plan: {name} ({task.n_repeat} repetitions) ...")
+            report(f"Measuring the plan: {name} (repetitions: {task.n_repeat}) ...")
             results.append(Ablation(name, measure(replace(task, plan_path=str(path), switched_off=option))))
     return tuple(results)
 
