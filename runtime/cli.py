@@ -46,6 +46,9 @@ def register(app: typer.Typer, detect: Detect) -> None:
         model: Annotated[Path | None, typer.Option("--model", help="The GGUF file, if it has moved.")] = None,
         temperature: Annotated[float, typer.Option("--temp", min=0, help="0 always takes the likeliest token.")] = 0.0,
         seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Of the draw at --temp above 0.")] = 0,
+        context_shift: Annotated[
+            bool, typer.Option("--context-shift", help="With -p: forget half of a full context and go on.")
+        ] = False,
         statistics: Annotated[bool, typer.Option("--stats", help="With -p: print speed and memory.")] = False,
         anyway: Annotated[bool, typer.Option("--anyway", help="Run a plan made for another machine.")] = False,
     ) -> None:
@@ -55,7 +58,7 @@ def register(app: typer.Typer, detect: Detect) -> None:
         run_plan(
             plan_path, model, detect,
             prompt=prompt, n_tokens=n_tokens, temperature=temperature, seed=seed,
-            wants_statistics=statistics, anyway=anyway,
+            context_shift=context_shift, wants_statistics=statistics, anyway=anyway,
         )  # fmt: skip
 
     @app.command(

@@ -45,6 +45,7 @@ def run_plan(
     n_tokens: int,
     temperature: float,
     seed: int,
+    context_shift: bool,
     wants_statistics: bool,
     anyway: bool,
 ) -> None:
@@ -59,7 +60,11 @@ def run_plan(
         if prompt is None:
             chat(engine, sampler, n_tokens, _read_line, _write)
             return
-        figures = complete(engine, prompt, n_tokens, sampler, _write)
+        figures = complete(engine, prompt, n_tokens, sampler, _write, context_shift=context_shift)
+        if engine.n_tokens == engine.n_context and not context_shift:
+            _say(
+                f"The context of {engine.n_context} tokens is full. --context-shift goes on and forgets its older half."
+            )
         if wants_statistics:
             figures = replace(figures, peak_vram_bytes=vram.used_bytes(engine.accounted_vram_bytes(engine.helper)))
             _say("\n".join(describe(figures, plan)))
@@ -165,7 +170,13 @@ def open_plan(plan: Plan, model_path: Path, detect: Detect, *, anyway: bool) -> 
 
 
 def complete(
-    engine: PlanEngine, prompt: str, n_tokens: int, sampler: Sampler, write: Callable[[str], None]
+    engine: PlanEngine,
+    prompt: str,
+    n_tokens: int,
+    sampler: Sampler,
+    write: Callable[[str], None],
+    *,
+    context_shift: bool = False,
 ) -> RunFigures:
     """Stream the prompt's continuation to `write` and return what it took. Ctrl-C leaves the text so far."""
     tokens = engine.tokenize(prompt)
@@ -176,11 +187,11 @@ def complete(
     started = time.perf_counter()
     engine.evaluate_prompt(tokens)
     engine.synchronize()
-    prefilled = time.perf_counter()
+    prefilled, n_prefilled = time.perf_counter(), engine.n_evaluated
     engine.statistics(reset=True)
     write(prompt)
     try:
-        for piece in engine.text_pieces(engine.continue_text(n_tokens, sampler)):
+        for piece in engine.text_pieces(engine.continue_text(n_tokens, sampler, forgets=context_shift)):
             write(piece)
     finally:
         write("\n")
@@ -190,7 +201,7 @@ def complete(
     return RunFigures(
         n_prompt_tokens=len(tokens),
         prefill_seconds=prefilled - started,
-        n_decoded=engine.n_tokens - len(tokens),
+        n_decoded=engine.n_evaluated - n_prefilled,
         decode_seconds=finished - prefilled,
         decode_streamed_bytes=counters.streamed_bytes,
         peak_vram_bytes=0,

@@ -47,6 +47,7 @@ class Engine:
         self._device_types = {self._ggml.buffer_type_name(device) for device in settings.devices}
         self._log = CapturedLog()
         self._tokens: list[int] = []  # in the context, in order
+        self.n_evaluated = 0  # tokens since the model was loaded
         with ExitStack() as stack:
             self._model = stack.enter_context(open_model(model_path, settings, self._ggml, on_progress))
             self._context = stack.enter_context(open_context(self._model, settings, self._ggml))
@@ -138,16 +139,33 @@ class Engine:
         self.evaluate_prompt(prompt_tokens)
         yield from self.continue_text(n, sampler)
 
-    def continue_text(self, n: int, sampler: Sampler) -> Iterator[int]:
-        """Yield up to `n` tokens; ends early at an end token or a full context."""
+    def continue_text(self, n: int, sampler: Sampler, *, forgets: bool = False) -> Iterator[int]:
+        """Yield up to `n` tokens; ends early at an end token or a full context, unless it `forgets` half of that."""
         for index in range(n):
             token = self.choose(sampler)
             if llama_cpp.llama_vocab_is_eog(self._vocab, token):
                 return
             yield token
-            if self.n_tokens == self.n_context or index == n - 1:
+            if index == n - 1:
                 return
+            if self.n_tokens == self.n_context:
+                if not forgets:
+                    return
+                self.forget_half()
             self.evaluate([token])
+
+    def forget_half(self) -> None:
+        """Forget the older half of the context but its first token. The rest moves up, or is evaluated again."""
+        first, last = 1, 1 + self.n_tokens // 2
+        memory = llama_cpp.llama_get_memory(self._context)
+        if llama_cpp.llama_memory_can_shift(memory) and llama_cpp.llama_memory_seq_rm(memory, 0, first, last):
+            llama_cpp.llama_memory_seq_add(memory, 0, last, -1, first - last)
+            del self._tokens[first:last]
+        else:  # recurrent states, and positions in several dimensions
+            rest = [*self._tokens[:first], *self._tokens[last:]]
+            llama_cpp.llama_memory_clear(memory, True)
+            self._tokens.clear()
+            self.evaluate(rest)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         return tokenize(self._vocab, text, add_special=add_special, parse_special=parse_special)
@@ -210,6 +228,7 @@ class Engine:
             if status != 0:  # failed, or interrupted by Ctrl-C: only the context knows how far it came
                 memory = llama_cpp.llama_get_memory(self._context)
                 del self._tokens[llama_cpp.llama_memory_seq_pos_max(memory, 0) + 1 :]
+        self.n_evaluated += len(tokens) if status == 0 else 0
         if status == _CONTEXT_FULL:
             raise AtsplanError(f"The context of {self.n_context} tokens is full.", "Solve again with a larger --ctx.")
         if status != 0:
