@@ -189,8 +189,8 @@ def complete(
     engine.synchronize()
     prefilled, n_prefilled = time.perf_counter(), engine.n_evaluated
     engine.statistics(reset=True)
-    write(prompt)
     try:
+        write(prompt)
         for piece in engine.text_pieces(engine.continue_text(n_tokens, sampler, forgets=context_shift)):
             write(piece)
     finally:
