@@ -1,4 +1,4 @@
-"""`atsplan run` on models that make llama.cpp give up, and interrupted at any moment: one clear line, the text so far."""
+"""`atsplan run` where llama.cpp gives up, and interrupted at any moment: one clear line, the text so far."""
 
 from __future__ import annotations
 
