@@ -58,9 +58,14 @@ def solve(
     """
     started = time.perf_counter()
     notes = _check_inputs(profile, workload)
-    if profile.hardware.gpu is not None and 0 < profile.hardware.gpu.memory_bytes < budget_bytes:
-        budget_bytes = profile.hardware.gpu.memory_bytes
-        notes.append(f"The budget was cut to the card's {format_size(budget_bytes)}.")
+    card_bytes = profile.hardware.gpu.memory_bytes if profile.hardware.gpu is not None else 0
+    for limit_bytes, why in (
+        (card_bytes, "the card has"),
+        (profile.state.gpu_memory_free_bytes, "other programs left free on the card when it was profiled"),
+    ):
+        if 0 < limit_bytes < budget_bytes:
+            budget_bytes = limit_bytes
+            notes.append(f"The budget was cut to the {format_size(limit_bytes)} that {why}.")
     fixed = fixed_memory(profile, workload, margin_bytes)
     base = _decode_problem(profile, available_bytes(fixed, budget_bytes), profile.thread_counts[0])
     n_threads = workload.n_threads or _best_thread_count(profile, base)

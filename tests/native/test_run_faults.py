@@ -23,8 +23,11 @@ from profiler.measure import Effort
 from profiler.synthetic_architectures import synthetic_model
 from profiler.synthetic_model import write_synthetic_model
 from profiler.worker import Worker
+from runtime import commands
+from runtime.bindings import Helper
 from runtime.inspect_model import inspect_model
 from tests.native.engine_plans import plan_for, random_placements
+from tests.native.test_run_command import SOFTWARE, detect
 
 PROMPT = "the th the"
 
@@ -111,6 +114,20 @@ def test_an_interrupt_at_any_moment_keeps_the_text_so_far(native_helper: Path, s
         assert process.returncode == 130
         assert output in ("", "\n") or output.startswith(prompt)
         assert all(line.startswith("Warning: ") for line in errors.splitlines()), errors
+
+
+def test_memory_that_others_took_since_the_plan_was_made(
+    native_helper: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_for(smollm2, [], software=SOFTWARE)
+    plan = replace(plan, vram=replace(plan.vram, weights_bytes=64 << 20))
+    monkeypatch.setattr(Helper, "device_memory", lambda self: (10 << 20, 1 << 30))
+    monkeypatch.delattr(commands, "PlanEngine")  # nothing is loaded
+    with (
+        pytest.raises(DeviceError, match=r"needs 64 MiB of VRAM, 54 MiB more than is free\. Close"),
+        commands.open_plan(plan, smollm2, detect, anyway=False),
+    ):
+        pass
 
 
 def test_a_truncated_file_is_refused_before_it_is_loaded(native_helper: Path, tmp_path: Path) -> None:

@@ -202,7 +202,16 @@ def test_budget_is_cut_to_the_card() -> None:
     profile = synthetic_profile(TINY)
     plan = solve(profile, 100 * GIB, QUICK)
     assert plan.vram.budget_bytes == 24 * GIB
-    assert any("cut to the card" in note for note in plan.notes)
+    assert "The budget was cut to the 24.00 GiB that the card has." in plan.notes
+
+
+def test_budget_is_cut_to_what_was_free() -> None:
+    profile = synthetic_profile(TINY)
+    desktop = replace(profile, state=replace(profile.state, gpu_memory_free_bytes=21 * GIB))
+    plan = solve(desktop, 22 * GIB, QUICK)
+    assert plan.vram.budget_bytes == 21 * GIB
+    assert any("cut to the 21.00 GiB that other programs left free" in note for note in plan.notes)
+    assert solve(desktop, 20 * GIB, QUICK).vram.budget_bytes == 20 * GIB
 
 
 def test_nearly_everything_is_decided_in_a_very_small_model() -> None:
