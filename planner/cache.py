@@ -50,6 +50,7 @@ def find_profile(
     n_ubatch: int | None = None,
     thread_counts: tuple[int, ...] | None = None,
     is_simulated: bool | None = None,
+    device: str | None = None,
 ) -> Profile | None:
     """Return the newest profile that matches everything that is given, or None.
 
@@ -67,6 +68,7 @@ def find_profile(
             and (n_ubatch is None or profile.n_ubatch == n_ubatch)
             and (thread_counts is None or set(thread_counts) <= set(profile.thread_counts))
             and (is_simulated is None or profile.is_simulated == is_simulated)
+            and (device is None or profile.state.device in ("", device))
         ):
             _touch(path)
             return profile
@@ -156,7 +158,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _profile_name(profile: Profile) -> str:
-    settings = [profile.n_context, profile.n_ubatch, profile.is_simulated, profile.thread_counts]
+    settings = [
+        profile.n_context, profile.n_ubatch, profile.is_simulated, profile.thread_counts, profile.state.device
+    ]  # fmt: skip
     rest = json.dumps([asdict(profile.software), settings])
     parts = (profile.model.fingerprint, profile.hardware.fingerprint, rest)
     return "-".join(_digest(part) for part in parts) + f".v{PROFILE_SCHEMA_VERSION}.json"

@@ -41,6 +41,7 @@ class MachineState:
     gpu_temperature_celsius: int = 0
     cpu_clock_mhz: int = 0
     load_average: float = 0.0
+    device: str = ""  # CUDA's name of the GPU among those that the process saw: "cuda0"
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Plan:
     hardware: Hardware
     software: Software
     workload: Workload  # n_threads and n_ubatch are resolved here
-    device: str  # "cuda0" | "sim"
+    device: str  # "cuda0", "cuda1", ... | "sim"
     vram: VramBudget
     prefill_min_tokens: int  # batches of at least this many tokens use the prefill classes
     placements: tuple[Placement, ...]  # every weight of the model, in order of first use

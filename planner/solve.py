@@ -104,7 +104,7 @@ def solve(
         hardware=profile.hardware,
         software=profile.software,
         workload=replace(workload, n_threads=n_threads),
-        device="sim" if profile.is_simulated else "cuda0",
+        device="sim" if profile.is_simulated else profile.state.device or "cuda0",
         vram=vram,
         prefill_min_tokens=solution.min_tokens,
         placements=placements,

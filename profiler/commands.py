@@ -89,6 +89,7 @@ def find_cached(info: ModelInfo, settings: Settings) -> Profile | None:
         n_ubatch=settings.n_ubatch,
         thread_counts=settings.threads,
         is_simulated=settings.device == "sim",
+        device=settings.device,
     )
 
 

@@ -86,6 +86,7 @@ def machine_state(device: str) -> MachineState:
     if device not in ("none", "sim"):
         with nvml_gpu(device) as (nvml, gpu, _):
             facts |= {
+                "device": device,
                 "driver": as_text(nvml.nvmlSystemGetDriverVersion()),
                 "gpu_uuid": as_text(nvml.nvmlDeviceGetUUID(gpu)),
                 "gpu_memory_free_bytes": int(nvml.nvmlDeviceGetMemoryInfo(gpu).free),

@@ -233,7 +233,7 @@ def test_what_the_driver_does_not_tell_is_zero(nvml: FakeNvml) -> None:
 
 def test_the_state_of_a_gpu(nvml: FakeNvml) -> None:
     state = detect.machine_state("cuda0")
-    assert (state.driver, state.gpu_uuid) == ("580.1", f"GPU-{NEW}")
+    assert (state.device, state.driver, state.gpu_uuid) == ("cuda0", "580.1", f"GPU-{NEW}")
     assert state.gpu_memory_free_bytes == 22000 * MIB
     assert (state.gpu_clock_mhz, state.gpu_temperature_celsius) == (1980, 0)
 

@@ -64,6 +64,15 @@ def test_any_difference_is_a_miss(profile: Profile) -> None:
     assert cache.find_profile(model, hardware, n_ubatch=256) is None
     assert cache.find_profile(model, hardware, thread_counts=(4, 12)) is None
     assert cache.find_profile(model, hardware, is_simulated=True) is None
+    assert cache.find_profile(model, hardware, device="cuda1") == profile  # which does not tell
+
+
+def test_two_gpus_of_one_kind_are_told_apart(profile: Profile) -> None:
+    both = [replace(profile, state=replace(profile.state, device=name)) for name in ("cuda0", "cuda1")]
+    for each in both:
+        cache.store_profile(each)
+    for each in both:
+        assert cache.find_profile(profile.model.fingerprint, device=each.state.device) == each
 
 
 def test_last_profile_is_the_one_stored_or_found_last(profile: Profile) -> None:

@@ -205,6 +205,13 @@ def test_budget_is_cut_to_the_card() -> None:
     assert "The budget was cut to the 24.00 GiB that the card has." in plan.notes
 
 
+def test_the_plan_is_for_the_gpu_that_was_profiled() -> None:
+    profile = synthetic_profile(TINY)
+    assert solve(profile, 2 * GIB, QUICK).device == "cuda0"  # of profiles that do not tell
+    second = replace(profile, state=replace(profile.state, device="cuda1"))
+    assert solve(second, 2 * GIB, QUICK).device == "cuda1"
+
+
 def test_budget_is_cut_to_what_was_free() -> None:
     profile = synthetic_profile(TINY)
     desktop = replace(profile, state=replace(profile.state, gpu_memory_free_bytes=21 * GIB))
