@@ -136,16 +136,23 @@ def _cold_bytes(cpu: Cpu) -> int:
 def _inspect(
     path: Path, device: str, settings: Settings, n_context_train: int
 ) -> tuple[Inspection, tuple[MemoryCase, ...], list[str]]:
-    """Return the graph, the memory cases for a grid of contexts and KV types, and notes on types that do not work."""
+    """Return the graph, the memory cases for a grid of contexts and KV types, and notes on what does not work."""
     contexts = sorted({settings.n_context, *(n for n in MEMORY_CONTEXTS if n <= n_context_train)})
     first, *others = KV_TYPES
     inspection = inspect_model(path, device, contexts, [settings.n_ubatch], first, first)
     memory, notes = list(inspection.memory), []
+    if inspection.unsupported_ops:
+        notes.append(f"the GPU leaves to the CPU what it cannot compute: {', '.join(inspection.unsupported_ops)}")
     for kv_type in others:
         try:
-            memory += inspect_model(path, device, contexts, [settings.n_ubatch], kv_type, kv_type).memory
+            other = inspect_model(path, device, contexts, [settings.n_ubatch], kv_type, kv_type)
         except AtsplanError as error:
             notes.append(f"the KV cache cannot be {kv_type}: {error.message}")
+            continue
+        if other.unsupported_ops == inspection.unsupported_ops:
+            memory += other.memory
+        else:
+            notes.append(f"the KV cache cannot be {kv_type}: the GPU would leave attention to the CPU")
     return inspection, tuple(memory), notes
 
 

@@ -24,6 +24,7 @@ from .native_api import (
     LocationCallback,
     MatmulSpecStruct,
     MemoryCallback,
+    OpCallback,
     RoutingCallback,
     StatisticsStruct,
     WeightCallback,
@@ -216,6 +217,17 @@ class Helper:
 
         self._check(self._library.ats_weight_locations(context, collect, None))
         return rows
+
+    def unsupported_ops(self, context: Context, n_tokens: int) -> tuple[str, ...]:
+        """Return the kinds of nodes without weights that the inner GPU cannot compute, in alphabetical order."""
+        ops: set[str] = set()
+
+        @OpCallback  # type: ignore[untyped-decorator]
+        def collect(_user: Any, op: bytes) -> None:
+            ops.add(op.decode())
+
+        self._check(self._library.ats_unsupported_ops(context, n_tokens, collect, None))
+        return tuple(sorted(ops))
 
     def bench_matmul(
         self, device: str, n_threads: int, spec: MatmulSpec, *, n_warmup: int, n_samples: int

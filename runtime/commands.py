@@ -165,6 +165,8 @@ def open_plan(plan: Plan, model_path: Path, detect: Detect, *, anyway: bool) -> 
                 f"Warning: {format_size(unpinned_bytes)} of weights in host memory could not be pinned; they are slow. "
                 "Close programs, or solve again with a larger --vram."
             )
+        if engine.unsupported_ops:
+            _say(f"Warning: the GPU leaves to the CPU what it cannot compute: {', '.join(engine.unsupported_ops)}.")
         vram.watch(engine.pci_bus_id(plan.device))
         yield engine, vram
 

@@ -280,6 +280,7 @@ class PlanEngine(Engine):
             pinned_type = self._ggml.buffer_type_name(HOST_DEVICE)
             with CapturedLog(), deferred_interrupt():
                 locations = self.helper.weight_locations(self._context)
+                self.unsupported_ops = self.helper.unsupported_ops(self._context, 1)
             placement.check_locations(plan.placements, locations, pinned_type)
         except BaseException:
             self.close()

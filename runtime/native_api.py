@@ -76,6 +76,7 @@ RoutingCallback = ctypes.CFUNCTYPE(
     None, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int32
 )
 LocationCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_bool)
+OpCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p)
 
 _STRINGS = ctypes.POINTER(ctypes.c_char_p)
 _INT32S = ctypes.POINTER(ctypes.c_int32)
@@ -92,6 +93,7 @@ HELPER_PROTOTYPES: Prototypes = {
     "ats_trace_weights": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint32, WeightCallback, ctypes.c_void_p]),
     "ats_memory_breakdown": (ctypes.c_int, [ctypes.c_void_p, MemoryCallback, ctypes.c_void_p]),
     "ats_weight_locations": (ctypes.c_int, [ctypes.c_void_p, LocationCallback, ctypes.c_void_p]),
+    "ats_unsupported_ops": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint32, OpCallback, ctypes.c_void_p]),
     "ats_bench_matmul": (
         ctypes.c_int,
         [ctypes.c_char_p, ctypes.c_int32, ctypes.POINTER(MatmulSpecStruct), ctypes.c_int32, ctypes.c_int32, _INT64S],

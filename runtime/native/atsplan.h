@@ -113,6 +113,11 @@ ATS_EXPORT bool                 ats_routing_eval(struct ggml_tensor * node, bool
 typedef void (*ats_routing_callback)(void * user, const char * weight, const int64_t * counts, int32_t n_experts);
 ATS_EXPORT void ats_routing_read(const struct ats_routing * routing, ats_routing_callback callback, void * user);
 
+// Call back with the op of every node without weights that the inner GPU cannot compute: llama.cpp leaves it to its CPU
+// backend.
+typedef void (*ats_op_callback)(void * user, const char * op);
+ATS_EXPORT int ats_unsupported_ops(struct llama_context * context, uint32_t n_tokens, ats_op_callback callback, void * user);
+
 // ---- micro-benchmarks ----------------------------------------------------------------------------------------
 // `samples` receives n_samples durations of one operation. Device: "cpu" or the name of a ggml device, or "sim".
 

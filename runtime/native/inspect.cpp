@@ -164,3 +164,18 @@ int ats_weight_locations(llama_context * context, ats_location_callback callback
     }
     return 0;
 }
+
+int ats_unsupported_ops(llama_context * context, uint32_t n_tokens, ats_op_callback callback, void * user) {
+    ggml_cgraph * graph = reserve(context, n_tokens);
+    if (graph == nullptr) {
+        return -1;
+    }
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor * node        = graph->nodes[i];
+        const bool          has_weights = std::any_of(std::begin(node->src), std::end(node->src), weight_of);
+        if (!has_weights && !needs_no_work(node) && !ggml_backend_dev_supports_op(ats_inner_device(), node)) {
+            callback(user, ggml_op_name(node->op));
+        }
+    }
+    return 0;
+}
