@@ -150,11 +150,12 @@ def _compile(
             command.append(f'-DATS_BUILD_STAMP="{stamp}"')
         key = hashlib.sha256(repr(command).encode() + content + header_bytes).hexdigest()[:16]
         target = objects / f"{source.stem}-{key}.o"
-        if not target.exists():
+        if not _is_intact(target):
             with one_line_at_a_time:
                 report(f"  compiling {source.name}")
             with _replacing(target) as temporary:
                 _run([*command, "-c", str(source), "-o", str(temporary)], log, f"Compiling {source.name} failed")
+                _checksum_file(target).write_text(_sha256(temporary))
         return target
 
     with ThreadPoolExecutor(MAX_PARALLEL_COMPILES) as pool:
@@ -174,7 +175,7 @@ def llama_headers(llama: Llama, report: Report = lambda message: None) -> Path:
     """Return the folder with llama.cpp's headers of exactly this version, fetched if it is absent or damaged."""
     folder = cache_folder() / "native" / f"headers-{llama.version}"
     manifest = folder / "sha256"
-    if manifest.exists() and manifest.read_text() == _tree_sha256(folder):
+    if manifest.exists() and manifest.read_bytes() == _tree_sha256(folder).encode():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".headers-") as temporary:
@@ -277,13 +278,14 @@ def _tree_sha256(folder: Path) -> str:
     ).hexdigest()
 
 
-def _checksum_file(library: Path) -> Path:
-    return library.with_suffix(".sha256")
+def _checksum_file(file: Path) -> Path:
+    return file.with_suffix(".sha256")
 
 
-def _is_intact(library: Path) -> bool:
-    checksum = _checksum_file(library)
-    return library.exists() and checksum.exists() and checksum.read_text() == _sha256(library)
+def _is_intact(file: Path) -> bool:
+    """Tell whether the object or library is as it was when it was built."""
+    checksum = _checksum_file(file)
+    return file.exists() and checksum.exists() and checksum.read_bytes() == _sha256(file).encode()
 
 
 if __name__ == "__main__":

@@ -129,6 +129,16 @@ def test_damaged_cache_is_rebuilt(sources: Path, cache_folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("archive")
+def test_damaged_checksums_and_objects_are_replaced(sources: Path, cache_folder: Path, reports: list[str]) -> None:
+    path = build.native_helper(source_folder=sources)
+    path.with_suffix(".sha256").write_bytes(os.urandom(100))
+    (cache_folder / "native" / f"headers-{VERSION}" / "sha256").write_bytes(os.urandom(100))
+    (damaged,) = (cache_folder / "native/objects").glob("answer-*.o")
+    damaged.write_bytes(b"")
+    assert answer(build.native_helper(reports.append, source_folder=sources)) == 42
+    assert [line for line in reports if "compiling" in line] == ["  compiling answer.cpp"]
+
+
 def test_failed_compilation_names_the_error_and_the_log(sources: Path, cache_folder: Path) -> None:
     (sources / "answer.cpp").write_text("int answer() { return undeclared_name; }")
     with pytest.raises(AtsplanError, match=r"Compiling answer\.cpp failed: .*undeclared_name") as caught:
