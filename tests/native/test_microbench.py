@@ -69,16 +69,16 @@ def test_cold_weights_are_slower_than_cached_ones(helper: Helper) -> None:
 
 def test_cold_weights_take_the_memory_they_rotate_through(helper: Helper) -> None:
     helper.bench_release()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else memory that earlier tests freed is taken again, and nothing grows
     before = _resident_bytes()
     helper.bench_matmul("cpu", 1, product((1024, 1024), cold_bytes=100 * MIB), n_warmup=0, n_samples=1)
     assert 95 * MIB < _resident_bytes() - before < 130 * MIB
     helper.bench_release()
-    assert _resident_bytes() - before < 30 * MIB
+    assert _resident_bytes() - before < 50 * MIB  # the weights are gone; scratch memory of the backend may stay
 
 
 def _resident_bytes() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is freed is given back: it neither hides growth nor looks like it
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
