@@ -139,6 +139,7 @@ def test_damaged_checksums_and_objects_are_replaced(sources: Path, cache_folder:
     assert [line for line in reports if "compiling" in line] == ["  compiling answer.cpp"]
 
 
+@pytest.mark.usefixtures("archive")
 def test_failed_compilation_names_the_error_and_the_log(sources: Path, cache_folder: Path) -> None:
     (sources / "answer.cpp").write_text("int answer() { return undeclared_name; }")
     with pytest.raises(AtsplanError, match=r"Compiling answer\.cpp failed: .*undeclared_name") as caught:
