@@ -48,6 +48,8 @@ _STRING, _ARRAY = 8, 9
 _U64 = struct.Struct("<Q")
 _SHARD_NAME = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.DOTALL)
 _NOT_GRAPH_SHAPING = ("general.", "tokenizer.", "split.", "quantize.")
+# Where these are 0, llama.cpp loops forever or divides by it; what it refuses itself is left to it.
+_NEVER_ZERO = ("rope.dimension_count", "rope.dimension_count_swa", "full_attention_interval")
 _REMEDY = "Download or copy the file again."
 
 Scalar = bool | int | float | str
@@ -142,6 +144,10 @@ def model_info(model: GgufModel) -> ModelInfo:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
             raise _corrupt(path, f"{architecture}.{key} is missing or not a positive number")
         return value
+
+    for key in _NEVER_ZERO:
+        if model.metadata.get(f"{architecture}.{key}") == 0:
+            raise _corrupt(path, f"{architecture}.{key} is 0")
 
     name = str(model.metadata.get("general.name", "")) or path.stem
     return ModelInfo(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def call(module: str, request: Any, *, purpose: str, timeout_seconds: float) -> 
     if child.returncode == _KNOWN_ERROR:
         kind, message, remedy = json.loads(child.stdout)
         raise _ERRORS[kind](message, remedy)
-    how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit status {child.returncode}"
+    how = signal.Signals(-child.returncode).name if child.returncode < 0 else f"exit status {child.returncode}"
     raise AtsplanError(f"{purpose}: {last_problem(child.stderr.splitlines()) or how}")
 
 

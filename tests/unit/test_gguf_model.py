@@ -264,6 +264,9 @@ BAD_MODELS = {
     "architecture is a number": ([u32("general.architecture", 1), *BASICS[1:]], "general.architecture is missing"),
     "no layers": (BASICS[:1] + BASICS[2:], "llama.block_count is missing"),
     "layers are text": ([BASICS[0], entry("llama.block_count", 8, text("2")), *BASICS[2:]], "llama.block_count"),
+    "no rotation": ([*BASICS, u32("llama.rope.dimension_count", 0)], r"llama.rope.dimension_count is 0\."),
+    "no rotation in windows": ([*BASICS, u32("llama.rope.dimension_count_swa", 0)], "dimension_count_swa is 0"),
+    "no interval": ([*BASICS, u32("llama.full_attention_interval", 0)], "full_attention_interval is 0"),
     "adapter": ([*BASICS, entry("general.type", 8, text("adapter"))], "not a language model"),
 }
 
