@@ -7,8 +7,9 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +24,8 @@ from .workload import Workload
 Record = TypeVar("Record", Profile, Plan)
 
 logger = logging.getLogger(__name__)
+
+_SILENT_WAIT_SECONDS = 0.5  # for a lock; storing a record takes less
 
 MAX_NOISY_FRACTION = 0.25  # of a profile's series; beyond it the machine was busy and the plan would be luck
 
@@ -142,7 +145,10 @@ def best_effort() -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock against other processes, waiting for it. Creates the folder. Raises AtsplanError."""
+    """Hold the folder's lock against other processes, waiting for it. Creates the folder. Raises AtsplanError.
+
+    Who waits for long is told for whom: the lock holds its owner's process id.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -151,10 +157,33 @@ def locked(folder: Path) -> Iterator[None]:
             f"Cannot use the cache {folder}: {error.strerror}.", "Set ATSPLAN_CACHE to a folder you can write to."
         ) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor, folder)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    deadline = time.monotonic() + _SILENT_WAIT_SECONDS
+    while not _try_lock(descriptor, fcntl.LOCK_NB):
+        if time.monotonic() > deadline:
+            owner = os.pread(descriptor, 20, 0)
+            who = f"process {int(owner)}" if owner.isdigit() else "another process"
+            logger.warning("Waiting for %s, which is using %s ...", who, folder)
+            _try_lock(descriptor)
+            break
+        time.sleep(_SILENT_WAIT_SECONDS / 20)
+    with suppress(OSError):  # a full disk
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+
+
+def _try_lock(descriptor: int, flags: int = 0) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _profile_name(profile: Profile) -> str:

@@ -167,6 +167,22 @@ def test_lock_excludes_another_process(folder: Path) -> None:
     assert waited > 0.1
 
 
+@pytest.mark.parametrize(("held_seconds", "is_said"), [(0.2, False), (1.2, True)])
+def test_a_long_wait_for_the_lock_is_said(
+    folder: Path, held_seconds: float, is_said: bool, profile: Profile, caplog: pytest.LogCaptureFixture
+) -> None:
+    profiles = folder / "profiles"
+    process = multiprocessing.get_context("spawn").Process(target=_hold, args=(profiles, held_seconds))
+    process.start()
+    while not (profiles / "held").exists():
+        time.sleep(0.01)
+    cache.store_profile(profile)
+    process.join()
+    expected = [f"Waiting for process {process.pid}, which is using {profiles} ..."] if is_said else []
+    assert [record.getMessage() for record in caplog.records] == expected
+    assert cache.find_profile(profile.model.fingerprint) == profile
+
+
 def test_kill_while_storing_leaves_a_whole_entry(profile: Profile) -> None:
     path = cache.store_profile(profile)
     context = multiprocessing.get_context("spawn")
