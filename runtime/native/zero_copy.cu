@@ -1,13 +1,11 @@
 // The zero-copy bridge: small kernels on the compute stream that read and write mapped pinned memory.
 #include "bridge.h"
+#include "cuda_stream.h"
 
 #include <chrono>
 #include <cuda_runtime.h>
 #include <stdlib.h>
 #include <string.h>
-#include <string>
-
-#include "ggml-backend-impl.h"
 
 namespace {
 
@@ -144,44 +142,6 @@ __global__ void join_kernel(char * result, size_t bytes, const char * gpu_column
     for (size_t i = threadIdx.x; i < bytes / sizeof(float4); i += blockDim.x) {
         to[i] = wide[i];
     }
-}
-
-// How ggml's CUDA backend context of this exact llama.cpp version begins; find_stream() proves it before use.
-struct CudaContextPrefix {
-    int          device;
-    std::string  name;
-    cudaEvent_t  copy_event;
-    cudaStream_t streams[16][8];
-};
-
-// The stream on which a CUDA backend computes, or null. An event that the backend records while we capture the
-// candidate stream is part of the capture only if both are the same stream.
-cudaStream_t find_stream(ggml_backend_t backend) {
-    ggml_backend_synchronize(backend); // creates the stream
-    const auto * context = static_cast<const CudaContextPrefix *>(backend->context);
-    if (context->device < 0 || context->device >= 16 || context->name != ggml_backend_name(backend)) {
-        return nullptr;
-    }
-    cudaStream_t         stream = context->streams[context->device][0];
-    ggml_backend_event_t event  = ggml_backend_event_new(ggml_backend_get_device(backend));
-    if (event == nullptr) {
-        return nullptr;
-    }
-    if (stream == nullptr || cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed) != cudaSuccess) {
-        cudaGetLastError();
-        ggml_backend_event_free(event);
-        return nullptr;
-    }
-    ggml_backend_event_record(event, backend);
-    const bool  same  = cudaEventQuery(static_cast<cudaEvent_t>(event->context)) == cudaErrorCapturedEvent;
-    cudaGraph_t graph = nullptr;
-    cudaStreamEndCapture(stream, &graph);
-    if (graph != nullptr) {
-        cudaGraphDestroy(graph);
-    }
-    cudaGetLastError();
-    ggml_backend_event_free(event);
-    return same ? stream : nullptr;
 }
 
 class ZeroCopyBridge final : public ActivationBridge {
