@@ -20,7 +20,7 @@ from .plans_cli import Here
 from .plans_cli import register as register_plans
 from .records import read_record, to_json, write_record
 from .units import parse_size
-from .workload import PRESETS, Workload
+from .workload import PRESETS, Workload, parse_kv_types
 
 DEFAULT_PRESET = "chat"
 
@@ -55,6 +55,7 @@ PresetOption = Annotated[
 ]
 NPrompt = Annotated[int | None, typer.Option("--prompt-tokens", min=0, help="Tokens per prompt.")]
 NGenerate = Annotated[int | None, typer.Option("--generate-tokens", min=0, help="Tokens per answer.")]
+KvType = Annotated[str, typer.Option("--kv-type", help="Type of the KV cache: q8_0, or q8_0/q4_0 for keys and values.")]
 Objective = Annotated[ObjectiveChoice, typer.Option(help="joint: CPU, link and GPU together; paper: VRAM or CPU only.")]
 
 
@@ -78,6 +79,7 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
         preset: PresetOption = None,
         n_prompt: NPrompt = None,
         n_generate: NGenerate = None,
+        kv_type: KvType = Workload.type_k,
         objective: Objective = ObjectiveChoice.joint,
         check: Annotated[bool, typer.Option("--check", help="Solve the static problem with CP-SAT too.")] = False,
         out: Annotated[Path, typer.Option(help="Write the plan to this file.")] = Path("plan.json"),
@@ -87,7 +89,7 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
         """Place every tensor of a profiled model under a VRAM budget."""
         budget_bytes = parse_size(vram)
         profile = find_source(source, here, hardware_file)
-        workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate)
+        workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate, kv_type)
         plan, is_cached = solve_cached(profile, budget_bytes, workload, objective, check=check, force=force)
         write_record(out, plan)
         if as_json:
@@ -113,6 +115,7 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
         preset: PresetOption = None,
         n_prompt: NPrompt = None,
         n_generate: NGenerate = None,
+        kv_type: KvType = Workload.type_k,
         objective: Objective = ObjectiveChoice.joint,
     ) -> None:
         """Predict the speed for a range of VRAM budgets, also beyond the card at hand."""
@@ -120,7 +123,7 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
 
         budgets = sweeping.parse_range(vram, n_steps)
         profile = sweeping.with_memory(find_source(source, here, hardware_file), budgets[-1])
-        workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate)
+        workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate, kv_type)
         console = Console()
         points = []
         with console.status("Solving ..."):
@@ -226,6 +229,7 @@ def make_workload(
     preset: str | None,
     n_prompt: int | None,
     n_generate: int | None,
+    kv_type: str = Workload.type_k,
 ) -> Workload:
     """Return the workload asked for. Only if nothing was asked for, its token counts shrink with a small context."""
     n_context = n_context or profile.n_context
@@ -233,12 +237,15 @@ def make_workload(
     if preset is None and n_prompt is None and n_generate is None and prompt + generate > n_context:
         generate = n_context // 3
         prompt = n_context - generate
+    type_k, type_v = parse_kv_types(kv_type)
     return Workload(
         n_prompt_tokens=prompt if n_prompt is None else n_prompt,
         n_generated_tokens=generate if n_generate is None else n_generate,
         n_context=n_context,
         n_ubatch=profile.n_ubatch,
         n_threads=n_threads,
+        type_k=type_k,
+        type_v=type_v,
     )
 
 

@@ -17,6 +17,12 @@ class AtsplanError(Exception):
         return f"{self.message} {self.remedy}".strip()
 
 
+class UsageError(AtsplanError):
+    """What was typed does not mean anything."""
+
+    exit_code = 2  # as for an unknown option
+
+
 class InvalidFileError(AtsplanError):
     """A file cannot be used: missing, truncated, not of the expected format, or of another schema."""
 

@@ -10,7 +10,7 @@ from .errors import AtsplanError, InfeasibleError
 from .measurements import MemoryCase, Profile, WeightUse
 from .plan import VramBudget
 from .units import KIB, MIB, format_size, mib_ceil
-from .workload import Workload
+from .workload import Workload, kv_label
 
 # Each buffer is rounded up by the driver (2 MiB pages), and scratch pools grow a little with the batch's shape.
 DEFAULT_MARGIN_BYTES = 32 * MIB
@@ -130,7 +130,10 @@ def _context_and_compute(profile: Profile, workload: Workload) -> tuple[int, int
         known = sorted({_describe(*_settings(case)) for case in profile.memory})
         raise AtsplanError(
             f"The profile has no memory figures for {_describe(*wanted)}; it has {'; '.join(known) or 'none'}.",
-            "Profile again with these settings.",
+            f"Run: atsplan profile MODEL --ubatch {workload.n_ubatch} "
+            f"--kv-type {kv_label(workload.type_k, workload.type_v)}"
+            if workload.flash_attention
+            else "Profiles are of flash attention; quantised values need it.",
         )
     if workload.n_context > cases[-1].n_context:
         raise InfeasibleError(

@@ -43,6 +43,9 @@ def register(app: typer.Typer) -> None:
             Path | None,
             typer.Option("--routing", help="Count which experts this text is routed to; the profile keeps it."),
         ] = None,
+        kv_type: Annotated[
+            str, typer.Option(help="Account for a KV cache of this type too, such as q5_1 or q8_0/q4_0 (keys/values).")
+        ] = Workload.type_k,
         as_json: Annotated[bool, typer.Option("--json", help="Print the profile instead of a table.")] = False,
         force: Annotated[bool, typer.Option("--force", help="Measure even if a fitting profile is cached.")] = False,
     ) -> None:
@@ -51,7 +54,7 @@ def register(app: typer.Typer) -> None:
 
         profile_command(
             model, device, threads, n_context, n_ubatch,
-            out=out, csv=csv, routing_text=routing_text, as_json=as_json, force=force,
+            out=out, csv=csv, routing_text=routing_text, kv_type=kv_type, as_json=as_json, force=force,
         )  # fmt: skip
 
     @app.command(epilog=examples("atsplan doctor", "atsplan doctor model.gguf"))

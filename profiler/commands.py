@@ -17,21 +17,23 @@ from planner.gguf_model import read_model_info
 from planner.hardware import Cpu
 from planner.measurements import ModelInfo, Profile
 from planner.records import to_json, write_record, write_text
+from planner.workload import parse_kv_types
 from runtime.build import native_helper
 
 from .detect import detect_cpu, detect_hardware, detect_software
 from .report import role_table
 from .routing import describe, with_routing
-from .suite import OnProgress, Settings, default_threads, profile_model
+from .suite import OnProgress, Settings, default_threads, profile_model, with_kv_types
 
 MAX_NOTES_SHOWN = 5
 
 
 def profile_command(
     model: Path, device: str, threads: str, n_context: int | None, n_ubatch: int, *, out: Path | None,
-    csv: Path | None, routing_text: Path | None, as_json: bool, force: bool,
+    csv: Path | None, routing_text: Path | None, kv_type: str, as_json: bool, force: bool,
 ) -> None:  # fmt: skip
     """Measure `model`, or find it measured, and print and write what was asked for. Raises AtsplanError."""
+    kv_types = parse_kv_types(kv_type)
     info = read_model_info(model)
     settings = Settings.for_model(info, device, parse_threads(threads, detect_cpu()), n_context, n_ubatch)
     profile = None if force else find_cached(info, settings)
@@ -44,6 +46,9 @@ def profile_command(
         _store(profile)
     elif not as_json:
         _say("Measured earlier; --force measures anew.")
+    if kv_types not in {(case.type_k, case.type_v) for case in profile.memory}:
+        profile = with_kv_types(profile, model, settings.device, *kv_types)
+        _store(profile)
     if routing_text is not None:
         _say("Counting which experts the text is routed to, on the CPU ...")
         profile = with_routing(profile, model, routing_text)

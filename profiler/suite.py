@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.errors import AtsplanError
+from planner.errors import AtsplanError, DeviceError
 from planner.gguf_model import GgufModel, model_info, read_gguf
 from planner.hardware import Cpu
 from planner.measurements import (
@@ -23,7 +23,7 @@ from planner.measurements import (
     Profile,
 )
 from planner.units import GIB, MIB
-from planner.workload import Workload
+from planner.workload import Workload, kv_label
 from runtime.inspect_model import Inspection, inspect_model
 
 from . import bench, jobs
@@ -33,7 +33,7 @@ from .measure import relative_mad
 from .worker import Worker
 
 MEMORY_CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-KV_TYPES = ("f16", "q8_0")
+USUAL_KV_TYPES = ("f16", "q8_0", "q4_0")  # accounted for in every profile
 UNKNOWN_CACHE_BYTES = 64 * MIB  # where the kernel does not tell
 MAX_COLD_BYTES = 2 * GIB
 
@@ -87,8 +87,7 @@ def profile_model(
     settings = settings or Settings.for_model(info)
     hardware = detect_hardware(settings.device)
     state = machine_state(settings.device)
-    # The native helper always has a device, though not always one to measure.
-    device = "sim" if settings.device == "none" else settings.device
+    device = _inspected_device(settings.device)
     inspection, memory, notes = _inspect(model.paths[0], device, settings, info.n_context_train)
     machine = Machine(
         device=device,
@@ -127,6 +126,11 @@ def profile_model(
     )
 
 
+def _inspected_device(device: str) -> str:
+    """Return the native helper's device: it always has one, though not always one to measure."""
+    return "sim" if device == "none" else device
+
+
 def _cold_bytes(cpu: Cpu) -> int:
     """Return how many bytes of weights push each other out of the CPU's caches."""
     cache_bytes = cpu.last_level_cache_bytes or UNKNOWN_CACHE_BYTES
@@ -138,22 +142,42 @@ def _inspect(
 ) -> tuple[Inspection, tuple[MemoryCase, ...], list[str]]:
     """Return the graph, the memory cases for a grid of contexts and KV types, and notes on what does not work."""
     contexts = sorted({settings.n_context, *(n for n in MEMORY_CONTEXTS if n <= n_context_train)})
-    first, *others = KV_TYPES
+    first, *others = USUAL_KV_TYPES
     inspection = inspect_model(path, device, contexts, [settings.n_ubatch], first, first)
     memory, notes = list(inspection.memory), []
     if inspection.unsupported_ops:
         notes.append(f"the GPU leaves to the CPU what it cannot compute: {', '.join(inspection.unsupported_ops)}")
     for kv_type in others:
         try:
-            other = inspect_model(path, device, contexts, [settings.n_ubatch], kv_type, kv_type)
+            memory += _kv_memory(path, device, contexts, settings.n_ubatch, kv_type, kv_type, inspection)
         except AtsplanError as error:
-            notes.append(f"the KV cache cannot be {kv_type}: {error.message}")
-            continue
-        if other.unsupported_ops == inspection.unsupported_ops:
-            memory += other.memory
-        else:
-            notes.append(f"the KV cache cannot be {kv_type}: the GPU would leave attention to the CPU")
+            notes.append(error.message)
     return inspection, tuple(memory), notes
+
+
+def with_kv_types(profile: Profile, path: Path, device: str, type_k: str, type_v: str) -> Profile:
+    """Return the profile with the memory that a KV cache of these types takes. Raises DeviceError if it cannot be."""
+    path = read_gguf(path).paths[0]
+    device = _inspected_device(device)
+    contexts = sorted({case.n_context for case in profile.memory})
+    usual = inspect_model(path, device, [profile.n_context], [profile.n_ubatch])
+    memory = _kv_memory(path, device, contexts, profile.n_ubatch, type_k, type_v, usual)
+    return replace(profile, memory=profile.memory + memory)
+
+
+def _kv_memory(
+    path: Path, device: str, contexts: Sequence[int], n_ubatch: int, type_k: str, type_v: str, usual: Inspection
+) -> tuple[MemoryCase, ...]:
+    try:
+        inspection = inspect_model(path, device, contexts, [n_ubatch], type_k, type_v)
+        reason = "the GPU would leave attention to the CPU."
+    except AtsplanError as error:
+        inspection, reason = None, error.message
+    if inspection is None or inspection.unsupported_ops != usual.unsupported_ops:
+        raise DeviceError(
+            f"The KV cache cannot be {kv_label(type_k, type_v)}: {reason}", "Take f16, or another --kv-type."
+        )
+    return inspection.memory
 
 
 def _jobs(model: GgufModel, inspection: Inspection, machine: Machine, settings: Settings) -> Iterator[Job]:

@@ -18,6 +18,7 @@ from typing import Any
 from llama_cpp import llama_cpp
 
 from planner.errors import AtsplanError, DeviceError, InvalidFileError
+from planner.workload import KV_TYPES
 
 from .bindings import Context, Ggml, RoutingCounter
 from .native_log import last_problem
@@ -27,7 +28,6 @@ OnProgress = Callable[[float], None]  # receives the loaded fraction
 
 
 ALL_LAYERS = 9999  # more than any model has; llama.cpp takes what there is
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "iq4_nl", "q4_1", "q4_0")  # others crash its attention
 
 # llama.cpp takes 32-bit numbers as they come: it crashes on larger ones, and takes 0 for "as you like".
 _LIMITS = {"n_context": 2**31 - 1, "n_ubatch": 2**20, "n_threads": 512}
@@ -64,8 +64,8 @@ class LoadSettings:
             if not 1 <= getattr(self, name) <= limit:
                 raise AtsplanError(f"{name} is {getattr(self, name)}; llama.cpp takes 1 to {limit}.", "Solve again.")
         for name in (self.type_k, self.type_v):
-            if name not in CACHE_TYPES:
-                known = ", ".join(CACHE_TYPES)
+            if name not in KV_TYPES:
+                known = ", ".join(KV_TYPES)
                 raise AtsplanError(f"llama.cpp has no KV cache of the type '{name}'.", f"Use one of {known}.")
 
 

@@ -7,11 +7,13 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from planner import cache
+from planner.cli import make_workload
 from planner.errors import AtsplanError, DeviceError, InvalidFileError
 from planner.measurements import Profile
 from planner.records import from_json, read_record, to_json
@@ -19,9 +21,13 @@ from planner.solve import solve
 from planner.units import MIB
 from planner.workload import Workload
 from profiler import cli, commands, jobs, suite
-from profiler.suite import Settings, profile_model
+from profiler.suite import Settings, profile_model, with_kv_types
 from profiler.synthetic_model import write_synthetic_model
+from runtime.engine import Engine, PlanEngine
+from runtime.library import load
 from runtime.routing import count_routing
+from runtime.session import LoadSettings
+from tests.native.test_engine_logits import logits_of
 
 N_UBATCH = 16
 
@@ -76,6 +82,30 @@ def test_the_rest_is_measured_too(profile: Profile) -> None:
     assert profile.device_overhead_bytes == 0
     assert profile.is_simulated
     assert profile.hardware.gpu is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "type_k", "type_v", "row_bytes"),
+    [("q8_0", "q8_0", "q8_0", 2 * 6 * 34), ("q8_0/q4_0", "q8_0", "q4_0", 6 * (34 + 18)), ("f16", "f16", "f16", 768)],
+)
+def test_a_plan_with_another_kv_cache(
+    native_helper: Path, smollm2: Path, profile: Profile, text: str, type_k: str, type_v: str, row_bytes: int
+) -> None:
+    profile = with_kv_types(profile, smollm2, "sim", type_k, type_v)
+    workload = make_workload(profile, None, 1, None, 100, 100, text)
+    plan = solve(profile, 100 * MIB, workload)
+    assert plan.vram.context_bytes == 256 * 30 * row_bytes  # 3 heads of 64, 6 blocks of 32
+    assert ("Attention was timed with a KV cache of f16." in plan.notes) == (text != "f16")
+    library = load("sim")
+    expected = logits_of(Engine(library, smollm2, LoadSettings(256, N_UBATCH, 1, type_k, type_v)))
+    with PlanEngine(library, smollm2, plan) as engine:
+        np.testing.assert_array_equal(logits_of(engine), expected)
+
+
+def test_a_kv_cache_that_the_profile_does_not_know(profile: Profile) -> None:
+    workload = make_workload(profile, None, 1, None, 100, 100, "q5_1/f16")
+    with pytest.raises(AtsplanError, match=r"Run: atsplan profile MODEL --ubatch 16 --kv-type q5_1/f16$"):
+        solve(profile, 100 * MIB, workload)
 
 
 def test_progress_only_grows(profile: Profile, progress: list[tuple[float, str]]) -> None:
