@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from . import cache, library
-from .errors import AtsplanError, InfeasibleError, MismatchError
+from .errors import AtsplanError, InfeasibleError, MismatchError, UsageError
 from .examples import examples
 from .gguf_model import read_model_info
 from .measurements import ModelInfo, Profile
@@ -19,6 +19,7 @@ from .plan import Plan
 from .plans_cli import Here
 from .plans_cli import register as register_plans
 from .records import read_record, to_json, write_record
+from .trace import Trace
 from .units import parse_size
 from .workload import PRESETS, Workload, parse_kv_types
 
@@ -71,7 +72,7 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
         )
     )
     def solve(
-        vram: Annotated[str, typer.Option(help="VRAM budget: 6G, 6GiB or 6144M.")],
+        vram: Annotated[str, typer.Option(help="VRAM budget: 6G, 6GB, 6GiB or 6144M, in units of 1024.")],
         source: Source = None,
         hardware_file: HardwareFile = None,
         n_context: NContext = None,
@@ -87,9 +88,9 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
         force: Annotated[bool, typer.Option("--force", help="Solve even if the plan is cached.")] = False,
     ) -> None:
         """Place every tensor of a profiled model under a VRAM budget."""
-        budget_bytes = parse_size(vram)
+        budget_bytes, kv_types = parse_size(vram), parse_kv_types(kv_type)
         profile = find_source(source, here, hardware_file)
-        workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate, kv_type)
+        workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate, kv_types)
         plan, is_cached = solve_cached(profile, budget_bytes, workload, objective, check=check, force=force)
         write_record(out, plan)
         if as_json:
@@ -121,9 +122,9 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
         """Predict the speed for a range of VRAM budgets, also beyond the card at hand."""
         from . import sweep as sweeping
 
-        budgets = sweeping.parse_range(vram, n_steps)
+        budgets, kv_types = sweeping.parse_range(vram, n_steps), parse_kv_types(kv_type)
         profile = sweeping.with_memory(find_source(source, here, hardware_file), budgets[-1])
-        workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate, kv_type)
+        workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate, kv_types)
         console = Console()
         points = []
         with console.status("Solving ..."):
@@ -142,10 +143,12 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
             "atsplan show plan.json --timeline",
             "atsplan show plan.json --html plan.html",
             "atsplan show profile.json --png densities.png",
+            "atsplan show --trace trace.json --html trace.html",
         )
     )
     def show(
-        file: Annotated[Path, typer.Argument(help="A plan or a profile.", show_default=False)],
+        file: Annotated[Path | None, typer.Argument(help="A plan, a profile or a trace.", show_default=False)] = None,
+        trace_file: Annotated[Path | None, typer.Option("--trace", help="A trace; naming it as FILE does too.")] = None,
         timeline: Annotated[bool, typer.Option("--timeline", help="Draw the lanes while one token is made.")] = False,
         html: Annotated[Path | None, typer.Option(help="Write everything into this HTML file.")] = None,
         png: Annotated[Path | None, typer.Option(help="Draw everything into this PNG file.")] = None,
@@ -153,14 +156,23 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
             Path | None, typer.Option("--profile", help="The plan's profile.", show_default="from beside it, or cached")
         ] = None,
     ) -> None:
-        """Show a plan or a profile in the terminal, as a page, or as a picture."""
-        from .show import show_plan, show_profile
+        """Show a plan, a profile or a trace in the terminal, as a page, or as a picture."""
+        from .show import show_plan, show_profile, show_trace
 
-        record = library.read_plan_or_profile(file)
+        if (file is None) == (trace_file is None):
+            raise UsageError("There is one file to show.", "Name a plan, a profile or a trace.")
+        if file is None:
+            assert trace_file is not None
+            show_trace(read_record(trace_file, Trace), html=html, png=png)
+            return
+        record = library.read_one_of(file, Plan, Profile, Trace)
+        if timeline and not isinstance(record, Plan):
+            raise AtsplanError(f"A {type(record).__name__.lower()} has no timeline.", "Show a plan.")
         if isinstance(record, Profile):
-            if timeline:
-                raise AtsplanError("A profile has no timeline.", "Show a plan.")
             show_profile(record, html=html, png=png)
+            return
+        if isinstance(record, Trace):
+            show_trace(record, html=html, png=png)
             return
         wants_profile = timeline or html or png
         profile = read_record(profile_file, Profile) if profile_file else None
@@ -229,7 +241,7 @@ def make_workload(
     preset: str | None,
     n_prompt: int | None,
     n_generate: int | None,
-    kv_type: str = Workload.type_k,
+    kv_types: tuple[str, str] = (Workload.type_k, Workload.type_v),
 ) -> Workload:
     """Return the workload asked for. Only if nothing was asked for, its token counts shrink with a small context."""
     n_context = n_context or profile.n_context
@@ -237,15 +249,14 @@ def make_workload(
     if preset is None and n_prompt is None and n_generate is None and prompt + generate > n_context:
         generate = n_context // 3
         prompt = n_context - generate
-    type_k, type_v = parse_kv_types(kv_type)
     return Workload(
         n_prompt_tokens=prompt if n_prompt is None else n_prompt,
         n_generated_tokens=generate if n_generate is None else n_generate,
         n_context=n_context,
         n_ubatch=profile.n_ubatch,
         n_threads=n_threads,
-        type_k=type_k,
-        type_v=type_v,
+        type_k=kv_types[0],
+        type_v=kv_types[1],
     )
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from . import cache
 from .errors import AtsplanError, InvalidFileError
@@ -69,14 +69,23 @@ def read_library_file(path: Path) -> Plan | Profile | None:
 
 def read_plan_or_profile(path: Path) -> Plan | Profile:
     """Return what the file holds. A broken file is reported as what it most resembles."""
-    try:
-        return read_record(path, Plan)
-    except InvalidFileError as not_a_plan:
+    record: Plan | Profile = read_one_of(path, Plan, Profile)
+    return record
+
+
+def read_one_of(path: Path, *kinds: type[Any]) -> Any:
+    """Return the record in the file, which is of one of `kinds`. A broken file is reported as what it most resembles.
+
+    Raises InvalidFileError.
+    """
+    errors: list[InvalidFileError] = []
+    for kind in kinds:
         try:
-            return read_record(path, Profile)
-        except InvalidFileError as not_a_profile:
-            is_profile = ": not a plan: " in str(not_a_plan) and ": not a profile: " not in str(not_a_profile)
-            raise (not_a_profile if is_profile else not_a_plan) from None
+            return read_record(path, kind)
+        except InvalidFileError as error:
+            errors.append(error)
+    named = (e for e, kind in zip(errors, kinds, strict=True) if f": not a {kind.__name__.lower()}: " not in str(e))
+    raise next(named, errors[0])
 
 
 def plans() -> Iterator[Entry[Plan]]:

@@ -64,7 +64,7 @@ def plan_page(plan: Plan, items: Sequence[Density], token: Timeline | None, name
         f"Plan of atsplan {plan.software.atsplan} for llama-cpp-python {plan.software.llama_cpp_python}; model "
         f"{plan.model.file_name} ({plan.model.fingerprint}), hardware {plan.hardware.fingerprint}."
     )
-    return _page(title, subtitle, parts, footer)
+    return html_page(title, subtitle, parts, footer)
 
 
 def profile_page(profile: Profile, items: Sequence[Density], n_threads: int) -> str:
@@ -93,10 +93,10 @@ def profile_page(profile: Profile, items: Sequence[Density], n_threads: int) -> 
         f"Profile of atsplan {profile.software.atsplan} with llama-cpp-python {profile.software.llama_cpp_python}; "
         f"hardware {profile.hardware.fingerprint}, measured {profile.state.taken_at}."
     )
-    return _page(profile.model.name, subtitle, [*parts, *_measured_parts(items, n_threads, None, ())], footer)
+    return html_page(profile.model.name, subtitle, [*parts, *_measured_parts(items, n_threads, None, ())], footer)
 
 
-def _page(title: str, subtitle: str, parts: Sequence[str], footer: str) -> str:
+def html_page(title: str, subtitle: str, parts: Sequence[str], footer: str) -> str:
     body = "\n".join(part for part in parts if part)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -141,9 +141,9 @@ def _map(placements: Sequence[Placement]) -> str:
                 f'<rect x="{x}" y="{y}" width="{cell}" height="11" fill="{COLOURS[item.decode]}"/>'
                 f'<rect x="{x}" y="{y + 11}" width="{cell}" height="5" fill="{COLOURS[item.prefill]}"/></g>'
             )
-    keys = "".join(f"<span>{_key(COLOURS[cls])}{escape(name)}</span>" for cls, name in HEADINGS.items())
+    keys = "".join(f"<span>{colour_key(COLOURS[cls])}{escape(name)}</span>" for cls, name in HEADINGS.items())
     return (
-        f"{_svg('Placement by layer and role', width, height, shapes)}"
+        f"{drawing('Placement by layer and role', width, height, shapes)}"
         f'<p class="keys soft">{keys}</p><p class="soft">Upper part: while decoding. Lower part: for prompts.</p>'
     )
 
@@ -151,7 +151,7 @@ def _map(placements: Sequence[Placement]) -> str:
 def _outside(placements: Sequence[Placement]) -> str:
     """List the larger weights that belong to no layer."""
     items = [item for item in placements if role_of(item.name)[0] is None and item.size_bytes >= MIN_SHOWN_BYTES]
-    return "".join(f"<p>{_key(COLOURS[item.decode])}{escape(_describe(item))}</p>" for item in items)
+    return "".join(f"<p>{colour_key(COLOURS[item.decode])}{escape(_describe(item))}</p>" for item in items)
 
 
 def _describe(item: Placement) -> str:
@@ -169,7 +169,7 @@ def _memory(plan: Plan) -> str:
         for name, size in parts
     )
     rows = "".join(
-        f"<tr><td>{_key(MEMORY_COLOURS[name])}{escape(name)}</td><td>{size / MIB:.0f} MiB</td>"
+        f"<tr><td>{colour_key(MEMORY_COLOURS[name])}{escape(name)}</td><td>{size / MIB:.0f} MiB</td>"
         f"<td>{size / budget:.1%}</td></tr>"
         for name, size in parts
     )
@@ -202,7 +202,8 @@ def _densities(items: Sequence[Density]) -> str:
         f'<td class="wide">{meter(item.cpu_seconds_per_mib, "cpu")}{meter(item.gpu_seconds_per_mib, "gpu")}</td></tr>'
         for item in items
     )
-    keys = f'<p class="keys soft"><span>{_key(COLOURS["cpu"])}CPU</span><span>{_key(COLOURS["gpu"])}GPU</span></p>'
+    spans = f"<span>{colour_key(COLOURS['cpu'])}CPU</span><span>{colour_key(COLOURS['gpu'])}GPU</span>"
+    keys = f'<p class="keys soft">{spans}</p>'
     heading = "<tr><th>weights</th><th>size</th><th>CPU</th><th>GPU</th><th>gain</th><th></th></tr>"
     return f'<div class="scroll"><table style="width:100%">{heading}{rows}</table></div>{keys}'
 
@@ -229,10 +230,10 @@ def _timeline(token: Timeline, names: Sequence[str]) -> str:
     shapes.append(f'<text x="{zero:.2f}" y="{height - 4}">0</text>')
     end = 40 + _TIMELINE_WIDTH
     shapes.append(f'<text x="{end}" y="{height - 4}" text-anchor="end">{token.seconds * 1e3:.2f} ms</text>')
-    return _svg("Timeline of one token", end, height, shapes)
+    return drawing("Timeline of one token", end, height, shapes)
 
 
-def _svg(label: str, width: int, height: int, shapes: Sequence[str]) -> str:
+def drawing(label: str, width: int, height: int, shapes: Sequence[str]) -> str:
     """Return a drawing that shrinks with the window, down to where it would be unreadable."""
     return (
         f'<div class="scroll"><svg role="img" aria-label="{escape(label)}" viewBox="0 0 {width} {height}" '
@@ -240,5 +241,5 @@ def _svg(label: str, width: int, height: int, shapes: Sequence[str]) -> str:
     )
 
 
-def _key(colour: str) -> str:
+def colour_key(colour: str) -> str:
     return f'<i class="key" style="background:{colour}"></i>'

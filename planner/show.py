@@ -1,4 +1,4 @@
-"""What the command `show` does with a plan or a profile: terminal, page, picture."""
+"""What the command `show` does with a plan, a profile or a trace: terminal, page, picture."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from .picture import write_png
 from .plan import Plan
 from .records import write_text
 from .replay import simulate_plan
+from .trace import Trace
+from .trace_page import trace_page
+from .trace_picture import write_trace_png
+from .trace_view import trace_view
 from .units import format_size
 
 
@@ -51,3 +55,11 @@ def show_profile(profile: Profile, *, html: Path | None, png: Path | None) -> No
         write_text(html, profile_page(profile, items, n_threads))
     if png:
         write_png(png, profile.model.name, None, items, None)
+
+
+def show_trace(trace: Trace, *, html: Path | None, png: Path | None) -> None:
+    Console().print(trace_view(trace))
+    if html:
+        write_text(html, trace_page(trace))
+    if png:
+        write_trace_png(png, trace)
