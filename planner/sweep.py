@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from .errors import AtsplanError, InfeasibleError
+from .errors import InfeasibleError, UsageError
 from .measurements import Profile
 from .picture import COLOURS, new_figure, save_figure
 from .plan import Plan
@@ -39,13 +39,13 @@ class Point:
 
 
 def parse_range(text: str, n_steps: int) -> list[int]:
-    """Return `n_steps` budgets from "4G..24G", whole MiB at even distances. Raises AtsplanError."""
+    """Return `n_steps` budgets from "4G..24G", whole MiB at even distances. Raises UsageError."""
     low_text, separator, high_text = text.partition("..")
     if not separator:
-        raise AtsplanError(f"'{text}' is not a range of VRAM.", "Write it like 4G..24G.")
+        raise UsageError(f"'{text}' is not a range of VRAM.", "Write it like 4G..24G.")
     low, high = parse_size(low_text), parse_size(high_text)
     if low > high:
-        raise AtsplanError(f"'{text}' ends before it begins.", "Write it like 4G..24G.")
+        raise UsageError(f"'{text}' ends before it begins.", "Write it like 4G..24G.")
     steps = max(1, n_steps - 1)
     budgets = [round((low + (high - low) * step / steps) / MIB) * MIB for step in range(steps + 1)]
     return sorted(set(budgets))

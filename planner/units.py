@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import re
 
-from .errors import AtsplanError
+from .errors import UsageError
 
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(K|M|G|T)(?:iB)?\s*$")
+_SIZE = re.compile(r"^\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGTkmgt](?:i?B)?)?\s*$", re.ASCII)
+_HOW = "Write it like 6G, 6GB, 6GiB or 6144M, all in units of 1024."
 _SCALE = {"K": KIB, "M": MIB, "G": GIB, "T": 1024 * GIB}
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes in `text`, such as `6G`, `6GiB` or `6144M` (binary units).
+    """Return the number of bytes in `text`, such as `6G`, `6GB`, `6GiB` or `6144M`: all mean units of 1024.
 
-    Raises AtsplanError for anything else: `6Gb` is gigabits to some and gigabytes to others.
+    Raises UsageError for anything else: `6Gb` is gigabits to some and gigabytes to others.
     """
     match = _SIZE.match(text)
-    size = round(float(match[1]) * _SCALE[match[2]]) if match else 0
+    if match and not match["unit"]:
+        raise UsageError(f"'{text}' has no unit.", _HOW)
+    size = round(float(match["number"]) * _SCALE[match["unit"][0].upper()]) if match else 0
     if size <= 0:
-        raise AtsplanError(f"'{text}' is not a size.", "Write it like 6G, 6GiB or 6144M (binary units).")
+        raise UsageError(f"'{text}' is not a size.", _HOW)
     return size
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from planner import cache
-from planner.errors import AtsplanError
+from planner.errors import UsageError
 from planner.gguf_model import read_model_info
 from planner.hardware import Cpu
 from planner.measurements import ModelInfo, Profile
@@ -34,8 +34,9 @@ def profile_command(
 ) -> None:  # fmt: skip
     """Measure `model`, or find it measured, and print and write what was asked for. Raises AtsplanError."""
     kv_types = parse_kv_types(kv_type)
+    thread_counts = parse_threads(threads, detect_cpu())
     info = read_model_info(model)
-    settings = Settings.for_model(info, device, parse_threads(threads, detect_cpu()), n_context, n_ubatch)
+    settings = Settings.for_model(info, device, thread_counts, n_context, n_ubatch)
     profile = None if force else find_cached(info, settings)
     if profile is None:
         native_helper(_say)  # before the progress bar: compiling it takes a while and says so
@@ -77,7 +78,7 @@ def parse_threads(text: str, cpu: Cpu) -> tuple[int, ...]:
     except ValueError:
         counts = []
     if not counts or counts[0] < 1 or counts[-1] > cpu.logical_cores:
-        raise AtsplanError(
+        raise UsageError(
             f"'{text}' is not a list of thread counts for this machine.",
             f"Write it like 4,8, with numbers from 1 to {cpu.logical_cores}.",
         )

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from planner import library
-from planner.errors import AtsplanError, MismatchError
+from planner.errors import AtsplanError, MismatchError, UsageError
 from planner.gguf_model import read_model_info
 from planner.hardware import Hardware, Software
 from planner.plan import Plan
@@ -85,13 +85,14 @@ def bench_plan(
     anyway: bool,
 ) -> None:
     """Print a table of what was measured, and write every sample to `json_path`. Raises AtsplanError."""
+    depths = parse_depths(depths_text)
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model)
     machine = check_machine(plan, detect, anyway=anyway)
     native_helper(_say)  # here, where it can say what takes so long
     result = bench(
         plan, plan_path, model_path, machine,
-        n_prompt=n_prompt, n_generate=n_generate, depths=parse_depths(depths_text), n_repeat=n_repeat,
+        n_prompt=n_prompt, n_generate=n_generate, depths=depths, n_repeat=n_repeat,
         against_plain=against_plain, ablate=ablate, report=_say,
     )  # fmt: skip
     if json_path is not None:
@@ -103,7 +104,7 @@ def bench_plan(
 def find_shared_plan(model: Path | None, detect: Detect) -> Path:
     """Return the shared plan with the most VRAM for `model` on this very machine. Raises AtsplanError."""
     if model is None:
-        raise AtsplanError("There is nothing to run.", "Name a plan with --plan, or a model with --model.")
+        raise UsageError("There is nothing to run.", "Name a plan with --plan, or a model with --model.")
     info = read_model_info(model)
     hardware, software = detect("auto")
     entries = [entry for entry in library.plans() if entry.record.model.fingerprint == info.fingerprint]
@@ -126,9 +127,9 @@ def find_shared_plan(model: Path | None, detect: Detect) -> Path:
 
 
 def parse_depths(text: str) -> tuple[int, ...]:
-    """Return the numbers in "0,4096". Raises AtsplanError."""
+    """Return the numbers in "0,4096". Raises UsageError."""
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
-        raise AtsplanError(f"'{text}' is not a list of depths.", "Write it like 0,4096.")
+        raise UsageError(f"'{text}' is not a list of depths.", "Write it like 0,4096.")
     return tuple(dict.fromkeys(int(part) for part in text.split(",")))
 
 

@@ -19,7 +19,7 @@ from planner.measurements import Profile
 from planner.records import from_json, read_record, to_json
 from planner.solve import solve
 from planner.units import MIB
-from planner.workload import Workload
+from planner.workload import Workload, parse_kv_types
 from profiler import cli, commands, jobs, suite
 from profiler.suite import Settings, profile_model, with_kv_types
 from profiler.synthetic_model import write_synthetic_model
@@ -92,7 +92,7 @@ def test_a_plan_with_another_kv_cache(
     native_helper: Path, smollm2: Path, profile: Profile, text: str, type_k: str, type_v: str, row_bytes: int
 ) -> None:
     profile = with_kv_types(profile, smollm2, "sim", type_k, type_v)
-    workload = make_workload(profile, None, 1, None, 100, 100, text)
+    workload = make_workload(profile, None, 1, None, 100, 100, parse_kv_types(text))
     plan = solve(profile, 100 * MIB, workload)
     assert plan.vram.context_bytes == 256 * 30 * row_bytes  # 3 heads of 64, 6 blocks of 32
     assert ("Attention was timed with a KV cache of f16." in plan.notes) == (text != "f16")
@@ -103,7 +103,7 @@ def test_a_plan_with_another_kv_cache(
 
 
 def test_a_kv_cache_that_the_profile_does_not_know(profile: Profile) -> None:
-    workload = make_workload(profile, None, 1, None, 100, 100, "q5_1/f16")
+    workload = make_workload(profile, None, 1, None, 100, 100, ("q5_1", "f16"))
     with pytest.raises(AtsplanError, match=r"Run: atsplan profile MODEL --ubatch 16 --kv-type q5_1/f16$"):
         solve(profile, 100 * MIB, workload)
 

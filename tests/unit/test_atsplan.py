@@ -81,6 +81,32 @@ def test_wrong_usage_is_two_plain_lines() -> None:
         assert second == f"Try '{command} --help'."
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["solve", "--vram", "6"], "'6' has no unit."),
+        (["solve", "--vram", "6Gb"], "'6Gb' is not a size."),
+        (["solve", "--vram", "6G", "--threads", "x"], "Invalid value for '--threads'"),
+        (["sweep", "--vram", "6G"], "'6G' is not a range of VRAM."),
+        (["solve", "model.json", "--vram", "6G", "--kv-type", "q9"], "'q9' is no type of a KV cache."),
+        (["profile", "model.gguf", "--threads", "0"], "'0' is not a list of thread counts for this machine."),
+        (["profile", "model.gguf", "--kv-type", "q9"], "'q9' is no type of a KV cache."),
+        (["bench", "--plan", "plan.json", "--depth", "1k"], "'1k' is not a list of depths."),
+        (["run"], "There is nothing to run."),
+    ],
+)
+def test_values_without_a_meaning_are_wrong_usage(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ATSPLAN_DEBUG", raising=False)
+    monkeypatch.setattr(sys, "argv", ["atsplan", *arguments])
+    assert atsplan.run_command_line() == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert errors.startswith(f"Error: {message}")
+    assert len(errors.splitlines()) == 2
+
+
 def test_known_error(run_failing: Callable[[BaseException], int], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_failing(AtsplanError("The file is empty.", "Download it again.")) == 1
     assert capsys.readouterr() == ("", "Error: The file is empty.\nDownload it again.\n")
