@@ -16,17 +16,30 @@ WeightClass = Literal["gpu", "stream", "cpu"]
 
 
 @dataclass(frozen=True)
+class WeightCosts:
+    """What one decoded token needs of a weight, in seconds while CPU and link are both busy. From the profile."""
+
+    cpu_seconds: float
+    gpu_seconds: float
+    link_seconds: float
+    crossing_seconds: float  # to the CPU and back, if it is computed there alone
+    ring_bytes: int
+
+
+@dataclass(frozen=True)
 class Placement:
     """One weight's class while decoding and while processing a prompt.
 
     `gpu` is resident in VRAM in both phases. A host weight is `stream` (copied to VRAM ahead of each use)
-    or `cpu` (computed in place), independently per phase.
+    or `cpu` (computed in place), independently per phase. Weights with `costs` can change between `stream` and `cpu`
+    while the plan runs.
     """
 
     name: str
     size_bytes: int
     decode: WeightClass
     prefill: WeightClass
+    costs: WeightCosts | None = None  # None: small, an input, or experts that are decoded one by one
 
     @property
     def is_resident(self) -> bool:

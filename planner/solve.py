@@ -17,7 +17,7 @@ from .knapsack import solve_with_experts_last
 from .measurements import Profile, WeightUse
 from .memory import DEFAULT_MARGIN_BYTES, available_bytes, fixed_memory, granule_bytes, vram_budget
 from .patterns import group_units
-from .plan import Placement, Plan, Prediction, SolverReport, WeightClass
+from .plan import Placement, Plan, Prediction, SolverReport, WeightClass, WeightCosts
 from .problem import build_graph, costs, find_units
 from .prompt import PromptProblem
 from .units import format_size
@@ -92,7 +92,7 @@ def solve(
     ring_bytes = candidate.ring_bytes if "stream" in (*decode, *solution.prefill) else 0
     experts_bytes = problem.experts_bytes(candidate.classes, candidate.ring_bytes)
     vram = vram_budget(fixed, budget_bytes, problem.vram_bytes(candidate.classes), ring_bytes, experts_bytes)
-    placements = _placements(profile.weights, decode, solution.prefill)
+    placements = _placements(profile.weights, decode, solution.prefill, _weight_costs(problem, decode))
     timeline = problem.simulate(candidate.classes, candidate.ring_bytes)
     _check_host_memory(profile, placements)
     if vram.idle_bytes > _MUCH_IDLE * budget_bytes:
@@ -280,16 +280,41 @@ def _cross_check(problem: DecodeProblem) -> str:
     return "CP-SAT found nothing better than the optimum of the static problem, without a proof in its time (feasible)."
 
 
+def _weight_costs(problem: DecodeProblem, decode: Sequence[WeightClass]) -> list[WeightCosts | None]:
+    """Return costs per use of a weight; None where it is not decided, or where single experts are."""
+    costs = problem.costs
+    split = (
+        {use for i in problem.experts.active(decode) for use in problem.experts.blocks[i].uses}
+        if problem.experts
+        else set()
+    )
+    return [
+        WeightCosts(
+            cpu_seconds=costs.cpu[use] * costs.cpu_slowdown,
+            gpu_seconds=costs.gpu[use],
+            link_seconds=costs.link[use] * costs.link_slowdown,
+            crossing_seconds=costs.down[use] + costs.up[use],
+            ring_bytes=problem.graph.ring_bytes[use],
+        )
+        if unit >= 0 and use not in split
+        else None
+        for use, unit in enumerate(problem.unit_of)
+    ]
+
+
 def _placements(
-    weights: Sequence[WeightUse], decode: Sequence[WeightClass], prefill: Sequence[WeightClass]
+    weights: Sequence[WeightUse],
+    decode: Sequence[WeightClass],
+    prefill: Sequence[WeightClass],
+    costs: Sequence[WeightCosts | None],
 ) -> tuple[Placement, ...]:
     """Return one placement per name. Of a tied embedding it is that of the output; its input side is fixed."""
     placements: dict[str, Placement] = {}
-    for weight, in_decode, in_prefill in zip(weights, decode, prefill, strict=True):
+    for weight, in_decode, in_prefill, of_weight in zip(weights, decode, prefill, costs, strict=True):
         if weight.is_input:
             placements.setdefault(weight.name, Placement(weight.name, weight.size_bytes, "cpu", "cpu"))
         else:
-            placements[weight.name] = Placement(weight.name, weight.size_bytes, in_decode, in_prefill)
+            placements[weight.name] = Placement(weight.name, weight.size_bytes, in_decode, in_prefill, of_weight)
     return tuple(placements.values())
 
 

@@ -25,6 +25,7 @@ from .session import LoadSettings
 # History: 1 = first version.
 BENCH_SCHEMA_VERSION = 1
 _N_TRIAL_TOKENS = 32  # decoded to find out which of llama.cpp's settings are worth measuring well
+STATIC = "without following the load"
 _SWITCHES = ("prefetch", "zero_copy", "early_launch", CUDA_GRAPHS)  # what only costs time when it is off
 
 Report = Callable[[str], None]
@@ -152,6 +153,7 @@ def _bench_ablations(plan: Plan, task: Task, report: Report) -> tuple[Ablation, 
     with tempfile.TemporaryDirectory() as folder:
         variants: list[tuple[str, Plan, str | None]] = [
             *((f"without {option.replace('_', ' ')}", plan, option) for option in _SWITCHES),
+            (STATIC, plan, None),
             ("all host weights on the CPU", in_one_class(plan, "cpu"), None),
             ("all host weights streamed", in_one_class(plan, "stream"), None),
         ]
@@ -161,7 +163,10 @@ def _bench_ablations(plan: Plan, task: Task, report: Report) -> tuple[Ablation, 
             path = Path(folder) / "plan.json"
             write_record(path, variant)
             report(f"Measuring the plan: {name} (repetitions: {task.n_repeat}) ...")
-            results.append(Ablation(name, measure(replace(task, plan_path=str(path), switched_off=option))))
+            changed = replace(
+                task, plan_path=str(path), switched_off=option, is_adaptive=variant is plan and name != STATIC
+            )
+            results.append(Ablation(name, measure(changed)))
     return tuple(results)
 
 

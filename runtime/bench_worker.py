@@ -24,7 +24,9 @@ from .session import LoadSettings
 
 TIMEOUT_SECONDS = 3600
 CUDA_GRAPHS = "cuda_graphs"  # llama.cpp's own, switched off through its environment variable
-N_WARMUP_TOKENS = 8  # decoded before anything is timed: kernels are loaded and CUDA graphs captured
+# Decoded before anything is timed: kernels are loaded and CUDA graphs captured. An adaptive plan settles meanwhile.
+N_WARMUP_TOKENS = 8
+N_SETTLING_TOKENS = 24
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Task:
     depths: tuple[int, ...]  # tokens in the context before the prompt
     n_repeat: int
     switched_off: str | None = None  # an option of the hybrid device, such as "prefetch", or "cuda_graphs"
+    is_adaptive: bool = True  # the plan follows changing speeds
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def run_task(task: Task) -> Measured:
     path = Path(task.model_path)
     engine: Engine
     if task.plan_path is not None:
-        engine = PlanEngine(library, path, read_record(task.plan_path, Plan))
+        engine = PlanEngine(library, path, read_record(task.plan_path, Plan), is_adaptive=task.is_adaptive)
         if task.switched_off not in (None, CUDA_GRAPHS):
             engine.helper.set_option(task.switched_off, 0)
     elif task.settings is not None:
@@ -90,7 +93,8 @@ def run_task(task: Task) -> Measured:
     vram.watch(engine.pci_bus_id(task.device))
     with engine, Sampler() as sampler:
         runner = _Runner(engine, sampler, task)
-        runner.decode_seconds(0, N_WARMUP_TOKENS)
+        settles = isinstance(engine, PlanEngine) and engine.load.is_adaptive
+        runner.decode_seconds(0, N_SETTLING_TOKENS if settles else N_WARMUP_TOKENS)
         for depth in task.depths:
             runner.prefill_seconds(depth)
         rounds = [[runner.measure(depth) for depth in task.depths] for _ in range(task.n_repeat)]

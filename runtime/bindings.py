@@ -161,6 +161,30 @@ class Helper:
         self._check(self._library.ats_get_statistics(ctypes.byref(counters), reset))
         return Statistics(**{name: getattr(counters, name) for name, *_ in StatisticsStruct._fields_})
 
+    def choose_transfers(
+        self,
+        cpu_seconds: Sequence[float],
+        gpu_seconds: Sequence[float],
+        crossing_seconds: Sequence[float],
+        transfer_seconds: Sequence[float],
+        is_resident: Sequence[bool],
+    ) -> tuple[list[bool], float]:
+        """Return (runs on the GPU, per unit in execution order; seconds of the round), minimal.
+
+        Resident units run on the GPU. Another one runs on the CPU, or on the GPU after a transfer, which hides behind
+        what the GPU does since the last CPU unit (or the start). `crossing_seconds[i]` is paid where unit i runs on
+        another device than unit i - 1. Algorithm 2 of arXiv 2607.10183.
+        """
+        n = len(is_resident)
+        arrays = [
+            (ctypes.c_double * n)(*seconds)
+            for seconds in (cpu_seconds, gpu_seconds, crossing_seconds, transfer_seconds)
+        ]
+        on_gpu, total = (ctypes.c_bool * n)(), ctypes.c_double()
+        resident = (ctypes.c_bool * n)(*is_resident)
+        self._check(self._library.ats_choose_transfers(n, *arrays, resident, on_gpu, ctypes.byref(total)))
+        return list(on_gpu), total.value
+
     def trace_weights(self, context: Context, n_tokens: int) -> list[TracedWeight]:
         """Return the weight operands of the graph for `n_tokens`, in execution order. Touches no weights."""
         traced: list[TracedWeight] = []

@@ -22,6 +22,7 @@ from . import placement
 from .bindings import Ggml, Helper, Statistics
 from .host_memory import available_memory_bytes
 from .library import HOST_DEVICE, Library
+from .load_aware import LoadAware
 from .native_log import last_problem
 from .sampling import Sampler
 from .session import (
@@ -260,12 +261,15 @@ class PlanEngine(Engine):
         model_path: Path,
         plan: Plan,
         *,
+        is_adaptive: bool = True,
+        keeps_trace: bool = False,
         max_pinned_bytes: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         """Load the model as planned. Raises MismatchError if a weight did not land where the plan says.
 
-        Host weights beyond `max_pinned_bytes` are pageable; None keeps a tenth of the available memory free to swap.
+        If `is_adaptive`, weights move between link and CPU as their speeds change; see `load`. Host weights beyond
+        `max_pinned_bytes` are pageable; None keeps a tenth of the available memory free to swap.
         """
         self.helper = Helper(library.ats)
         host_names = set(placement.host_weight_names(plan.placements))
@@ -282,9 +286,28 @@ class PlanEngine(Engine):
                 locations = self.helper.weight_locations(self._context)
                 self.unsupported_ops = self.helper.unsupported_ops(self._context, 1)
             placement.check_locations(plan.placements, locations, pinned_type)
+            self.load = LoadAware(self.helper, plan, adapts=is_adaptive, keeps_trace=keeps_trace)
         except BaseException:
             self.close()
             raise
+
+    def logits(self) -> NDArray[np.float32]:
+        logits = super().logits()
+        self.load.after()
+        return logits
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self.load.after()
+
+    def choose(self, sampler: Sampler) -> int:
+        token = super().choose(sampler)
+        self.load.after()
+        return token
+
+    def _decode(self, tokens: Sequence[int], *, wants_logits: bool) -> None:
+        self.load.before(len(tokens))
+        super()._decode(tokens, wants_logits=wants_logits)
 
     def statistics(self, *, reset: bool = False) -> Statistics:
         return self.helper.statistics(reset=reset)

@@ -81,6 +81,8 @@ OpCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p)
 _STRINGS = ctypes.POINTER(ctypes.c_char_p)
 _INT32S = ctypes.POINTER(ctypes.c_int32)
 _INT64S = ctypes.POINTER(ctypes.c_int64)
+_DOUBLES = ctypes.POINTER(ctypes.c_double)
+_BOOLS = ctypes.POINTER(ctypes.c_bool)
 
 HELPER_PROTOTYPES: Prototypes = {
     "ats_api_version": (ctypes.c_int, []),
@@ -90,6 +92,9 @@ HELPER_PROTOTYPES: Prototypes = {
     "ats_set_option": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_int64]),
     "ats_get_option": (ctypes.c_int, [ctypes.c_char_p, _INT64S]),
     "ats_get_statistics": (ctypes.c_int, [ctypes.POINTER(StatisticsStruct), ctypes.c_bool]),
+    "ats_choose_transfers": (
+        ctypes.c_int, [ctypes.c_int32, _DOUBLES, _DOUBLES, _DOUBLES, _DOUBLES, _BOOLS, _BOOLS, _DOUBLES],
+    ),
     "ats_trace_weights": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint32, WeightCallback, ctypes.c_void_p]),
     "ats_memory_breakdown": (ctypes.c_int, [ctypes.c_void_p, MemoryCallback, ctypes.c_void_p]),
     "ats_weight_locations": (ctypes.c_int, [ctypes.c_void_p, LocationCallback, ctypes.c_void_p]),

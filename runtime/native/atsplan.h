@@ -56,7 +56,7 @@ struct ats_statistics {
     int64_t n_gpu_steps;
     int64_t n_streamed;
     int64_t n_slot_stalls;     // a copy could not be issued when it was first wanted: its ring slot was still in use
-    int64_t link_busy_ns;      // time the transfer stream spent copying; 0 where it cannot be measured
+    int64_t link_busy_ns;      // time the transfer stream spent copying, from timing some copies; 0 where that cannot be done
     int64_t ring_bytes;        // VRAM held by the ring now
     int64_t pinned_bytes;      // pinned host memory held for activations now
     int64_t n_experts_resident; // routed experts found in VRAM
@@ -66,6 +66,14 @@ struct ats_statistics {
     int64_t unpinned_bytes;     // host memory for weights held now that is not pinned: slow, and never streamed ahead
 };
 ATS_EXPORT int ats_get_statistics(struct ats_statistics * out, bool reset);
+
+// ---- the paper's online decision -----------------------------------------------------------------------------
+// Which host weights run on the GPU this round, given how fast everything is right now: Algorithm 2 of arXiv 2607.10183,
+// O(n^2). Units in execution order, seconds each. A resident unit runs on the GPU. Another one runs on the CPU, or on the
+// GPU after a transfer that hides behind what the GPU does since the last CPU unit (or the start). crossing[i] is paid
+// where unit i runs on another device than unit i - 1. Fills on_gpu, and `seconds` with the round's, which is minimal.
+ATS_EXPORT int ats_choose_transfers(int32_t n, const double * cpu, const double * gpu, const double * crossing,
+                                    const double * transfer, const bool * resident, bool * on_gpu, double * seconds);
 
 // ---- inspection ----------------------------------------------------------------------------------------------
 

@@ -193,6 +193,7 @@ ggml_status Executor::compute(ggml_cgraph * graph) {
             ats_fail("out of memory while preparing a graph of %d nodes", graph->n_nodes);
             return GGML_STATUS_ALLOC_FAILED;
         }
+        ring_->set_timed(settings_->statistics != 0);
         note_run(*compiled);
         status = run(*compiled);
         round_base_ += static_cast<uint32_t>(compiled->program.cpu_steps.size());
@@ -201,6 +202,7 @@ ggml_status Executor::compute(ggml_cgraph * graph) {
     round_.streamed_bytes = ring_->counters().copied_bytes - before.copied_bytes + experts.bytes - experts_before.bytes;
     round_.n_streamed     = ring_->counters().n_copies - before.n_copies;
     round_.n_slot_stalls  = ring_->counters().n_stalls - before.n_stalls;
+    round_.link_busy_ns   = ring_->counters().busy_ns - before.busy_ns;
 
     round_.n_experts_resident = experts.n_resident - experts_before.n_resident;
     round_.n_experts_streamed = experts.n_streamed - experts_before.n_streamed;

@@ -1,6 +1,7 @@
 #include "weight_ring.h"
 
 #include "device.h"
+#include "sim.h"
 
 #include "ggml-backend-impl.h"
 
@@ -10,6 +11,7 @@
 static constexpr size_t slot_alignment  = 256;
 static constexpr size_t max_padding     = 64 * 1024; // one row of 512 elements of the largest type is far smaller
 static constexpr int    default_uses    = 4;         // ring size where none was asked for, in largest weights
+static constexpr double timed_part      = 0.3;       // of new times in the running mean
 
 static size_t align_up(size_t size) {
     return (size + slot_alignment - 1) / slot_alignment * slot_alignment;
@@ -18,6 +20,7 @@ static size_t align_up(size_t size) {
 WeightRing::WeightRing(ggml_backend_t compute, ggml_backend_t transfer)
     : compute_(compute), transfer_(transfer), device_(ggml_backend_get_device(compute)) {
     all_read_ = ggml_backend_event_new(device_);
+    meter_    = device_ == sim_device() ? make_host_link_meter() : make_cuda_link_meter(transfer);
 }
 
 WeightRing::~WeightRing() {
@@ -61,8 +64,8 @@ bool WeightRing::same_sequence(const Program & program) const {
     return true;
 }
 
-bool WeightRing::allocate(size_t bytes) {
-    if (buffer_ && size_bytes() >= bytes) {
+bool WeightRing::allocate(size_t bytes, bool may_shrink) {
+    if (buffer_ && (size_bytes() == bytes || (size_bytes() > bytes && !may_shrink))) {
         return true;
     }
     free_memory();
@@ -76,7 +79,7 @@ bool WeightRing::allocate(size_t bytes) {
 
 bool WeightRing::set_sequence(const Program & program, size_t ring_bytes) {
     const int n = static_cast<int>(program.streams.size());
-    if (n == 0 || same_sequence(program)) {
+    if (n == 0 || (ring_bytes == asked_bytes_ && same_sequence(program))) {
         return true; // a program without streams leaves the ring, and what was prefetched for others, alone
     }
     ggml_backend_buffer_type_t type = ggml_backend_get_default_buffer_type(compute_);
@@ -87,9 +90,10 @@ bool WeightRing::set_sequence(const Program & program, size_t ring_bytes) {
     }
     const size_t largest = *std::max_element(padded.begin(), padded.end());
     const size_t wanted  = std::max(largest, ring_bytes > 0 ? ring_bytes : default_uses * largest);
-    if (!allocate(wanted)) {
+    if (!allocate(wanted, ring_bytes != asked_bytes_)) {
         return false;
     }
+    asked_bytes_ = ring_bytes;
     if (!zeros_) {
         bool is_pinned = false; // does not matter: copies work either way
         zeros_.reset(ats_alloc_activations(max_padding, is_pinned));
@@ -153,7 +157,14 @@ void WeightRing::copy(int use) {
         }
     }
     const size_t bytes = ggml_nbytes(weights_[use]);
+    if (is_timed_) {
+        meter_->before_copy();
+    }
     ggml_backend_tensor_set_async(transfer_, &copies_[use], weights_[use]->data, 0, bytes);
+    if (is_timed_) {
+        meter_->after_copy(static_cast<int64_t>(bytes));
+        counters_.busy_ns += static_cast<int64_t>(static_cast<double>(bytes) * ns_per_byte_);
+    }
     if (paddings_[use].data != nullptr) {
         ggml_backend_tensor_set_async(transfer_, &paddings_[use], ggml_backend_buffer_get_base(zeros_.get()), 0,
                                       ggml_nbytes(&paddings_[use]));
@@ -164,6 +175,17 @@ void WeightRing::copy(int use) {
     counters_.copied_bytes += static_cast<int64_t>(bytes);
     counters_.n_copies++;
     issued_++;
+}
+
+void WeightRing::set_timed(bool timed) {
+    is_timed_ = timed && meter_ != nullptr;
+    if (is_timed_) {
+        const LinkSamples samples = meter_->collect();
+        if (samples.bytes > 0) {
+            const double now = static_cast<double>(samples.ns) / static_cast<double>(samples.bytes);
+            ns_per_byte_ += (ns_per_byte_ > 0 ? timed_part : 1.0) * (now - ns_per_byte_);
+        }
+    }
 }
 
 void WeightRing::prefetch(int limit) {

@@ -1,18 +1,21 @@
 // Streams weights from pinned host memory through a ring in VRAM, ahead of use.
 #pragma once
 
+#include "link_meter.h"
 #include "ring.h"
 #include "schedule.h"
 
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
 
+#include <memory>
 #include <vector>
 
 struct RingCounters {
     int64_t copied_bytes = 0;
     int64_t n_copies     = 0;
     int64_t n_stalls     = 0; // a copy was wanted at once, but its region was still being read
+    int64_t busy_ns      = 0; // what the copies take, at the rate of those that were timed
 };
 
 // Copies are numbered by use: 0, 1, 2, ... over all rounds of one sequence. A group is what one launch waits for.
@@ -23,9 +26,12 @@ class WeightRing {
     ~WeightRing();
     WeightRing(const WeightRing &) = delete;
 
-    // Take up the program's sequence of streamed weights. Copies already under way stay valid if it did not change.
-    // Returns false if VRAM for the ring cannot be had.
+    // Take up the program's sequence of streamed weights. Copies already under way stay valid if neither it nor
+    // `ring_bytes` has changed. Returns false if VRAM for the ring cannot be had.
     bool set_sequence(const Program & program, size_t ring_bytes);
+
+    // Time some of the copies from now on, or none.
+    void set_timed(bool timed);
 
     // Issue every copy that has room, up to `limit` uses from now.
     void prefetch(int limit);
@@ -50,7 +56,7 @@ class WeightRing {
 
   private:
     bool same_sequence(const Program & program) const;
-    bool allocate(size_t bytes);
+    bool allocate(size_t bytes, bool may_shrink);
     void free_memory();
     void acquire(int first, int last);
     void release(int last);
@@ -70,6 +76,10 @@ class WeightRing {
     std::vector<ggml_backend_event_t>  arrived_;  // per use, set for the last use of a group
     std::vector<ggml_backend_event_t>  read_;     // likewise: the group's launch has run
     ggml_backend_event_t               all_read_ = nullptr; // everything launched before a change of sequence
+    std::unique_ptr<LinkMeter>         meter_; // null where copies cannot be timed
+    bool                               is_timed_    = false;
+    double                             ns_per_byte_ = 0; // of recent copies
+    size_t                             asked_bytes_ = 0; // ring size asked for last
     int64_t                            issued_   = 0;
     int64_t                            consumed_ = 0;
     RingCounters                       counters_;

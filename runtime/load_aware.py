@@ -1,0 +1,151 @@
+"""Between two tokens: measure the one that ended, apply what the controller decides, and watch the VRAM that is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from planner.errors import DeviceError
+from planner.hardware import Hardware
+from planner.plan import Plan, WeightClass
+from planner.trace import CardSample, Change, PromptSample, TokenSample, Trace
+from planner.units import MIB, format_size
+
+from . import placement
+from .adapt import Controller, Measured, Policy, measured_token
+from .bindings import Helper
+
+LOW_VRAM_BYTES = 256 * MIB  # free on the card: below, the ring shrinks to its smallest size
+NO_VRAM_BYTES = 24 * MIB  # below, the driver may fail to load a kernel or to capture a graph
+_CHECK_SECONDS = 1.0
+_Clock = Callable[[], float]
+
+
+class LoadAware:
+    """Watches what one engine evaluates. `before` and `after` belong around every evaluation."""
+
+    def __init__(
+        self, helper: Helper, plan: Plan, *, adapts: bool, keeps_trace: bool, clock: _Clock = time.perf_counter
+    ) -> None:
+        self._helper, self._plan, self._clock = helper, plan, clock
+        self._adapts, self._keeps_trace = adapts, keeps_trace
+        self._policy = Policy(plan, helper.choose_transfers)
+        self._controller = Controller(self._policy)
+        self._host_names = set(placement.host_weight_names(plan.placements))
+        self._ring_bytes = plan.vram.ring_bytes
+        self._started = self._checked = clock()
+        self._pending: tuple[float, int] | None = None  # when an evaluation began, and of how many tokens
+        self._counters = helper.statistics()
+        self._tokens: list[TokenSample] = []
+        self._prompts: list[PromptSample] = []
+        self.changes: list[Change] = []  # few: they are far apart
+        if adapts or keeps_trace:
+            helper.set_option("statistics", 1)
+
+    @property
+    def is_adaptive(self) -> bool:
+        return self._adapts
+
+    def before(self, n_tokens: int) -> None:
+        """Note the start of an evaluation. Raises DeviceError if another program has taken the VRAM."""
+        self.after()
+        if not (self._adapts or self._keeps_trace):
+            return
+        now = self._clock()
+        if self._adapts and now - self._checked >= _CHECK_SECONDS:
+            self._checked = now
+            self._check_vram()
+        self._counters = self._helper.statistics()
+        self._pending = (self._clock(), n_tokens)
+
+    def after(self) -> None:
+        """Take up the evaluation that has just ended, if one has."""
+        if self._pending is None:
+            return
+        (began, n_tokens), self._pending = self._pending, None
+        now = self._clock()
+        if n_tokens > 1:
+            if self._keeps_trace:
+                self._prompts.append(PromptSample(now - self._started, now - began, n_tokens))
+            return
+        token = measured_token(now - began, self._counters, self._helper.statistics())
+        if self._keeps_trace:
+            self._tokens.append(_sample(now - self._started, token))
+        if self._adapts:
+            decision = self._controller.add(token)
+            if decision:
+                before = self._streamed_bytes(decision.before)
+                self._set_classes(decision.streamed)
+                self._note(decision.reason, before, decision.speeds.cpu, decision.speeds.link)
+
+    def trace(self, hardware: Hardware, card: Sequence[CardSample] = ()) -> Trace:
+        """Return what was kept so far. `hardware` is where it ran."""
+        return Trace(
+            self._plan,
+            hardware,
+            self._adapts,
+            tuple(self._tokens),
+            tuple(self._prompts),
+            tuple(self.changes),
+            tuple(card),
+        )
+
+    def _set_classes(self, streamed: Sequence[int]) -> None:
+        names = {self._policy.movable[i].name for i in streamed}
+        movable = {p.name for p in self._policy.movable}
+
+        def decode(name: str, planned: WeightClass) -> WeightClass:
+            return planned if name not in movable else "stream" if name in names else "cpu"
+
+        self._helper.set_classes(
+            (p.name, decode(p.name, p.decode), p.prefill) for p in self._plan.placements if p.name in self._host_names
+        )
+
+    def _check_vram(self) -> None:
+        """Let the ring shrink while VRAM is short, and grow again after that."""
+        free, total = self._helper.device_memory()
+        if not total or not self._plan.vram.ring_bytes:
+            return
+        smallest = self._smallest_ring_bytes()
+        if self._ring_bytes > smallest and free < LOW_VRAM_BYTES:
+            self._resize_ring(smallest, f"{format_size(free)} of VRAM free: the ring shrinks")
+        elif self._ring_bytes < self._plan.vram.ring_bytes and free > 2 * LOW_VRAM_BYTES + self._plan.vram.ring_bytes:
+            self._resize_ring(self._plan.vram.ring_bytes, "VRAM is free again: the ring grows")
+        elif free < NO_VRAM_BYTES:
+            raise DeviceError(
+                f"Another program has taken the VRAM: {format_size(free)} are free.",
+                "Close it, or solve with a smaller --vram.",
+            )
+
+    def _smallest_ring_bytes(self) -> int:
+        """Return the room for the largest weight that is streamed, be it in prompts only."""
+        streamed = [p for p in self._plan.placements if "stream" in (p.decode, p.prefill)]
+        return max((p.costs.ring_bytes if p.costs else p.size_bytes for p in streamed), default=0)
+
+    def _resize_ring(self, ring_bytes: int, reason: str) -> None:
+        self._ring_bytes = ring_bytes
+        self._helper.set_option("ring_bytes", ring_bytes)
+        self._note(reason, self._streamed_bytes(self._controller.streamed), 1.0, 1.0)
+
+    def _streamed_bytes(self, streamed: Sequence[int]) -> int:
+        return sum(self._policy.movable[i].size_bytes for i in streamed)
+
+    def _note(self, reason: str, streamed_bytes_before: int, cpu_speed: float, link_speed: float) -> None:
+        after = self._streamed_bytes(self._controller.streamed)
+        self.changes.append(
+            Change(
+                self._clock() - self._started,
+                reason,
+                streamed_bytes_before,
+                after,
+                self._ring_bytes,
+                cpu_speed,
+                link_speed,
+            )
+        )
+
+
+def _sample(at_seconds: float, token: Measured) -> TokenSample:
+    return TokenSample(
+        at_seconds, token.seconds, token.cpu_seconds, token.wait_seconds, token.link_seconds, token.streamed_bytes
+    )

@@ -1,0 +1,157 @@
+"""The controller on a machine of two pipes whose speeds change: it follows, settles, and comes back."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from planner.hardware import Cpu, Hardware, Software
+from planner.measurements import ModelInfo
+from planner.plan import Placement, Plan, Prediction, SolverReport, VramBudget, WeightClass, WeightCosts
+from planner.workload import Workload
+from runtime.adapt import DEVIATION, N_BETWEEN, Controller, Decision, Measured, Policy
+
+N = 120
+CPU, LINK, REST = 1e-3, 0.5e-3, 5e-3  # seconds
+
+MODEL = ModelInfo("Model", "llama", "0" * 16, "model.gguf", 1, 1, 1, 1)
+HARDWARE = Hardware(Cpu("CPU", 8, 8, (), 1, 1), None)
+SOFTWARE = Software("1", "1", "", False)
+
+
+@dataclass
+class Machine:
+    """Computes host weights on the CPU and streams others at the same time; `rest` is beside the CPU's work."""
+
+    cpu: float = 1.0
+    link: float = 1.0
+    rest: float = REST
+    noise: float = 0.0
+    generator: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def token(self, n_host: int, n_streamed: int) -> Measured:
+        wobble = 1 + self.noise * self.generator.uniform(-1, 1)
+        cpu = (n_host - n_streamed) * CPU / self.cpu * wobble
+        link = n_streamed * LINK / self.link
+        seconds = max(self.rest + cpu, link) * 1.005
+        return Measured(seconds, cpu, seconds - cpu, link, n_streamed)
+
+    def best_seconds(self, n_host: int) -> float:
+        quiet = replace(self, noise=0.0)
+        return min(quiet.token(n_host, k).seconds for k in range(n_host + 1))
+
+
+def plan(n_streamed: int, objective: str = "joint") -> Plan:
+    costs = WeightCosts(CPU, 1e-5, LINK, 2e-5, 1000)
+    streamed = set(range(0, N, N // n_streamed)) if n_streamed else set()
+    placements = []
+    for i in range(N):
+        decode: WeightClass = "stream" if i in streamed else "cpu"
+        placements.append(Placement(f"w{i}", 1000, decode, "stream", costs))
+    placements.append(Placement("resident", 1000, "gpu", "gpu", costs))
+    nothing = (0,) * 8
+    return Plan(
+        model=MODEL, hardware=HARDWARE, software=SOFTWARE, workload=Workload(), device="sim",
+        vram=replace(VramBudget(*nothing), ring_bytes=4000), prefill_min_tokens=32, placements=tuple(placements),
+        solver=SolverReport(objective, "feasible", 0.0, 0.0, 0.0),
+        prediction=Prediction(
+            REST + (N - len(streamed)) * CPU, 0.0, 0, 0, 0, (N - len(streamed)) * CPU, 0.0, 0.0,
+        ),
+        is_simulated=True,
+    )  # fmt: skip
+
+
+def no_transfers(*_: object) -> tuple[list[bool], float]:
+    raise AssertionError("only plans of the paper's objective use its algorithm")
+
+
+def run(controller: Controller, machine: Machine, n: int) -> tuple[list[float], list[tuple[int, Decision]]]:
+    seconds, decisions = [], []
+    for i in range(n):
+        measured = machine.token(N, len(controller.streamed))
+        seconds.append(measured.seconds)
+        decision = controller.add(measured)
+        if decision:
+            decisions.append((i, decision))
+    return seconds, decisions
+
+
+def controller_of(n_streamed: int = 60) -> Controller:
+    return Controller(Policy(plan(n_streamed), no_transfers))
+
+
+def test_settles_at_the_best_split_from_a_bad_plan() -> None:
+    for n_streamed in (0, 10, 60, 120):
+        controller, machine = controller_of(n_streamed), Machine()
+        seconds, decisions = run(controller, machine, 60)
+        assert seconds[-1] <= 1.03 * machine.best_seconds(N)
+        assert all(later - earlier >= N_BETWEEN for (earlier, _), (later, _) in itertools.pairwise(decisions))
+
+
+@pytest.mark.parametrize("change", [{"cpu": 0.5}, {"link": 0.5}, {"cpu": 0.6, "link": 0.7}, {"rest": 15e-3}])
+def test_follows_a_change_within_ten_tokens_and_comes_back(change: dict[str, float]) -> None:
+    controller, machine = controller_of(), Machine(noise=0.02)
+    before, _ = run(controller, machine, 60)
+    start = controller.streamed
+    loaded = replace(machine, **change)
+    static = loaded.token(N, len(start)).seconds
+    seconds, decisions = run(controller, loaded, 40)
+    assert decisions and decisions[0][0] <= 8
+    assert max(seconds[10:30]) <= 1.06 * loaded.best_seconds(N)
+    if len(change) == 1 and "rest" not in change:  # else there is little to gain
+        assert seconds[-1] - before[-1] <= 0.75 * (static - before[-1])
+    after, _ = run(controller, machine, 120)  # while it waits for the link, the rest shows only in a trial
+    assert after[-1] <= 1.03 * machine.best_seconds(N)
+
+
+def test_does_not_flap() -> None:
+    controller, machine = controller_of(), Machine(noise=0.05)
+    run(controller, machine, 60)
+    _, decisions = run(controller, machine, 500)
+    assert decisions == []
+    _, decisions = run(controller, replace(machine, cpu=1 - DEVIATION / 2), 200)
+    assert len(decisions) <= 1
+
+
+def test_a_change_that_does_not_pay_is_taken_back() -> None:
+    controller = controller_of()
+    start = controller.streamed
+
+    def token() -> Measured:  # a link that looks idle, and is not: every other split is slower
+        n = len(controller.streamed)
+        return Measured(0.070 + abs(n - len(start)) * 1e-3, (N - n) * CPU, 0.02, n * LINK / 2, 0)
+
+    for _ in range(60):
+        controller.add(token())
+    assert controller.streamed == start
+
+
+def test_larger_weights_than_the_ring_are_never_streamed() -> None:
+    base = plan(10)
+    small_ring = replace(base, vram=replace(base.vram, ring_bytes=999))
+    controller = Controller(Policy(small_ring, no_transfers))
+    run(controller, Machine(cpu=0.2), 60)
+    assert set(controller.streamed) <= {i for i, p in enumerate(base.placements) if p.decode == "stream"}
+
+
+def test_deciding_takes_under_a_millisecond() -> None:
+    policy = Policy(plan(60), no_transfers)
+    speeds = policy.speeds(Machine(cpu=0.5).token(N, 60), policy.planned, None)
+    started = time.perf_counter()
+    for _ in range(20):
+        policy.best(speeds)
+    assert (time.perf_counter() - started) / 20 < 1e-3
+
+
+def test_plans_of_the_paper_use_its_algorithm() -> None:
+    def every_other(*columns: list[float]) -> tuple[list[bool], float]:
+        assert columns[0][0] == pytest.approx(CPU / 0.5)  # the CPU takes twice as long now
+        return [i % 2 == 0 for i in range(N)] + [True], 0.0
+
+    policy = Policy(plan(0, "paper"), every_other)
+    speeds = policy.speeds(Machine(cpu=0.5).token(N, 0), (), None)
+    assert policy.best(speeds) == tuple(range(0, N, 2))
