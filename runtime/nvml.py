@@ -60,7 +60,7 @@ class BusyMeter:
         self._thread.join()
 
     def _sample(self) -> None:
-        with _gpus() as gpus:
+        with gpu_handles() as gpus:
             while self._address in gpus and not self._stop.wait(SAMPLE_INTERVAL_SECONDS):
                 try:
                     self._samples.append(pynvml.nvmlDeviceGetUtilizationRates(gpus[self._address]).gpu / 100)
@@ -70,7 +70,7 @@ class BusyMeter:
 
 def used_vram_bytes() -> dict[str, int]:
     """Return the bytes in use on every NVIDIA GPU, all processes together, by PCI address ("0000:c1:00.0")."""
-    with _gpus() as gpus:
+    with gpu_handles() as gpus:
         try:
             return {address: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for address, handle in gpus.items()}
         except pynvml.NVMLError:
@@ -78,7 +78,7 @@ def used_vram_bytes() -> dict[str, int]:
 
 
 @contextmanager
-def _gpus() -> Iterator[dict[str, object]]:
+def gpu_handles() -> Iterator[dict[str, object]]:
     """Give NVML's handles by PCI address; none where NVML is missing."""
     try:
         pynvml.nvmlInit()
