@@ -22,7 +22,7 @@ from .bindings import Statistics
 DEVIATION = 0.15  # of a speed since the last decision: worth a look
 MIN_GAIN = 0.02  # predicted gain of a token's time that is worth a change
 N_BETWEEN = 5  # tokens between two changes, at least
-N_SKIPPED = 4  # tokens after a change that are not measured: the engine starts afresh
+N_SKIPPED = 4  # tokens after a change that are not measured: the engine fills its ring and captures its graphs again
 N_WINDOW = 3  # tokens whose median is the present
 MAX_SETTLING = 4  # changes in a row before speeds have to deviate again
 LINK_BOUND = 0.97  # share of a token from which on the link is what it waits for
@@ -145,14 +145,21 @@ class Controller:
         self._window: deque[Measured] = deque(maxlen=N_WINDOW)
         self._reference: Speeds | None = None  # at the last decision
         self._n_since_change = 0
+        self._n_to_skip = N_SKIPPED
         self._n_settling = MAX_SETTLING  # changes that may still follow without a new deviation
         self._before: tuple[tuple[int, ...], Speeds] | None = None  # the last change, until its effect is known
         self._probe_interval = MIN_PROBE
 
+    def interrupt(self) -> None:
+        """Leave out the next tokens: after a prompt or a pause the engine starts afresh, as after a change."""
+        self._n_to_skip = N_SKIPPED
+        self._window.clear()
+
     def add(self, measured: Measured) -> Decision | None:
         """Take up one token; return what to change before the next one, if anything."""
         self._n_since_change += 1
-        if self._n_since_change <= N_SKIPPED or not self._policy.movable:
+        self._n_to_skip -= 1
+        if self._n_to_skip >= 0 or not self._policy.movable:
             return None
         self._window.append(measured)
         if self._n_since_change < N_BETWEEN or len(self._window) < N_WINDOW:
@@ -190,7 +197,7 @@ class Controller:
     def _change(self, streamed: tuple[int, ...], reason: str, speeds: Speeds) -> Decision:
         self._reference = speeds
         self._n_since_change = 0
-        self._window.clear()
+        self.interrupt()
         before, self.streamed = self.streamed, streamed
         return Decision(
             before, streamed, f"{reason}: CPU at {speeds.cpu:.0%}, link at {speeds.link:.0%} of the plan", speeds

@@ -1,4 +1,4 @@
-"""Between two tokens: measure the one that ended, apply what the controller decides, and watch the VRAM that is left."""
+"""Between two tokens: measure the one that ended, apply what the controller decides, watch the VRAM that is left."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .bindings import Helper
 LOW_VRAM_BYTES = 256 * MIB  # free on the card: below, the ring shrinks to its smallest size
 NO_VRAM_BYTES = 24 * MIB  # below, the driver may fail to load a kernel or to capture a graph
 _CHECK_SECONDS = 1.0
+_PAUSE_SECONDS = 1.0  # between two evaluations
 _Clock = Callable[[], float]
 
 
@@ -33,7 +34,7 @@ class LoadAware:
         self._controller = Controller(self._policy)
         self._host_names = set(placement.host_weight_names(plan.placements))
         self._ring_bytes = plan.vram.ring_bytes
-        self._started = self._checked = clock()
+        self._started = self._checked = self._ended = clock()
         self._pending: tuple[float, int] | None = None  # when an evaluation began, and of how many tokens
         self._counters = helper.statistics()
         self._tokens: list[TokenSample] = []
@@ -52,6 +53,8 @@ class LoadAware:
         if not (self._adapts or self._keeps_trace):
             return
         now = self._clock()
+        if n_tokens > 1 or now - self._ended > _PAUSE_SECONDS:
+            self._controller.interrupt()
         if self._adapts and now - self._checked >= _CHECK_SECONDS:
             self._checked = now
             self._check_vram()
@@ -63,7 +66,7 @@ class LoadAware:
         if self._pending is None:
             return
         (began, n_tokens), self._pending = self._pending, None
-        now = self._clock()
+        now = self._ended = self._clock()
         if n_tokens > 1:
             if self._keeps_trace:
                 self._prompts.append(PromptSample(now - self._started, now - began, n_tokens))

@@ -1,0 +1,122 @@
+"""While weights move between link and CPU, and the ring shrinks and grows, not one logit changes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planner.errors import DeviceError
+from planner.plan import Plan, WeightCosts
+from runtime.adapt import Controller, Decision, Measured, Speeds
+from runtime.bindings import Helper
+from runtime.engine import Engine, PlanEngine
+from runtime.inspect_model import inspect_model
+from runtime.library import Library, load
+from runtime.load_aware import LOW_VRAM_BYTES, LoadAware
+from runtime.session import LoadSettings
+from tests.native.engine_plans import HARDWARE, plan_for, random_placements
+
+TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, 250, size=60)]
+N_PROMPT = 20
+RING_BYTES = 8 << 20
+COSTS = WeightCosts(1e-4, 1e-5, 5e-5, 1e-5, 1 << 20)
+
+
+@pytest.fixture(scope="module")
+def library(native_helper: Path) -> Library:
+    return load("sim")
+
+
+@pytest.fixture(scope="module")
+def plan(library: Library, smollm2: Path) -> Plan:
+    weights = inspect_model(smollm2, "sim", [256], [32]).weights_decode
+    moving = {weight.name for weight in weights if weight.op == "MUL_MAT"}
+    placements = [
+        replace(p, costs=COSTS) if p.name in moving and p.decode != "gpu" else p for p in random_placements(weights, 1)
+    ]
+    return plan_for(smollm2, placements, ring_bytes=RING_BYTES)
+
+
+def logits(engine: Engine) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    with engine:
+        engine.evaluate(TOKENS[:N_PROMPT])
+        rows = [engine.logits()]
+        for token in TOKENS[N_PROMPT:]:
+            engine.evaluate([token])
+            rows.append(engine.logits())
+    return np.stack(rows)
+
+
+def test_changing_classes_changes_no_logit(
+    library: Library, smollm2: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = logits(Engine(library, smollm2, LoadSettings(n_context=256, n_ubatch=32, n_threads=1)))
+    generator = random.Random(0)
+    streamed_bytes = []
+
+    def restless(controller: Controller, measured: Measured) -> Decision | None:
+        streamed_bytes.append(measured.streamed_bytes)
+        if len(streamed_bytes) % 3:
+            return None
+        before, n = controller.streamed, len(controller._policy.movable)
+        controller.streamed = tuple(sorted(generator.sample(range(n), generator.randrange(n))))
+        return Decision(before, controller.streamed, "restless", Speeds(1.0, 1.0, 0.0, 1.0))
+
+    monkeypatch.setattr(Controller, "add", restless)
+    engine = PlanEngine(library, smollm2, plan, keeps_trace=True)
+    np.testing.assert_array_equal(logits(engine), expected)
+    trace = engine.load.trace(HARDWARE)
+    assert len(set(streamed_bytes)) > 5  # the decisions were carried out
+    assert len(trace.tokens) == len(TOKENS) - N_PROMPT
+    assert [prompt.n_tokens for prompt in trace.prompts] == [N_PROMPT]
+    for change, later in zip(trace.changes, trace.changes[1:], strict=False):
+        assert change.streamed_bytes_after == later.streamed_bytes_before
+        after = [token for token in trace.tokens if token.at_seconds > change.at_seconds]
+        assert after[2].streamed_bytes == change.streamed_bytes_after  # the first ones fill the ring as well
+
+
+def test_static_runs_stay_as_planned(library: Library, smollm2: Path, plan: Plan) -> None:
+    engine = PlanEngine(library, smollm2, plan, is_adaptive=False, keeps_trace=True)
+    logits(engine)
+    trace = engine.load.trace(HARDWARE)
+    assert trace.changes == () and not trace.is_adaptive
+    planned = sum(p.size_bytes for p in plan.placements if p.decode == "stream")
+    assert {token.streamed_bytes for token in trace.tokens[1:]} == {planned}  # the first one fills the ring as well
+    assert all(0 < token.cpu_seconds + token.link_seconds <= token.seconds for token in trace.tokens)
+
+
+def test_ring_follows_the_free_vram(
+    library: Library, smollm2: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = logits(PlanEngine(library, smollm2, plan, is_adaptive=False))
+    now = 0.0
+    free = 1 << 34
+    monkeypatch.setattr(Helper, "device_memory", lambda _: (free, 1 << 35))
+    with PlanEngine(library, smollm2, plan) as engine:
+        engine.load = LoadAware(engine.helper, plan, adapts=True, keeps_trace=False, clock=lambda: now)
+        monkeypatch.setattr(Controller, "add", lambda *_: None)
+        engine.evaluate(TOKENS[:N_PROMPT])
+        rows = [engine.logits()]
+        rings = []
+        for index, token in enumerate(TOKENS[N_PROMPT:]):
+            now += 0.6  # VRAM is looked at once a second
+            free = LOW_VRAM_BYTES - 1 if 10 <= index < 20 else 1 << 34
+            engine.evaluate([token])
+            rows.append(engine.logits())
+            rings.append(engine.statistics().ring_bytes)
+        np.testing.assert_array_equal(np.stack(rows), expected)
+        assert rings[5] == rings[-1] == RING_BYTES
+        assert min(rings[12:20]) < RING_BYTES / 4
+        assert ["shrinks" in change.reason for change in engine.load.changes] == [True, False]
+
+        free, now = 1 << 20, now + 2
+        with pytest.raises(DeviceError, match="Another program has taken the VRAM") as refused:
+            for _ in range(3):  # first the ring shrinks
+                now += 2
+                engine.evaluate([TOKENS[0]])
+                engine.logits()
+        assert "smaller --vram" in refused.value.remedy
