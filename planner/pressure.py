@@ -1,0 +1,160 @@
+"""A plan under load: the same tokens decoded twice, adaptive and static, while other programs come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .hardware import Software
+from .trace import TokenSample, Trace
+from .trace_figures import milliseconds, title_of
+
+# History: 1 = first version.
+PRESSURE_SCHEMA_VERSION = 1
+
+QUIET, CPU_LOAD, LINK_LOAD = "quiet", "CPU load", "GPU and link load"
+
+_N_SKIPPED = 10  # tokens at the beginning of a phase that may still adapt
+_N_WINDOW = 5  # tokens of the running median that tells when a phase has settled
+_SETTLED = 0.05  # of the settled median: how far the running median may be from it
+_MIN_RISE = 0.02  # of the quiet time: a smaller rise is noise, and has no cut
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run under one load. Its tokens are `first_token` and the next ones of the trace."""
+
+    load: str  # "quiet" | "CPU load" | "GPU and link load"
+    start_seconds: float  # in the trace's time
+    end_seconds: float
+    first_token: int
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class PressureRun:
+    trace: Trace
+    phases: tuple[Phase, ...]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether both runs computed the same: the likeliest next token after each of the tokens that both decoded."""
+
+    n_compared: int
+    n_different: int
+    largest_gap: float  # between the two likeliest logits, where the likeliest token differs
+
+
+@dataclass(frozen=True)
+class PressureResult:
+    adaptive: PressureRun
+    static: PressureRun
+    software: Software
+    n_load_processes: int  # of the CPU load
+    agreement: Agreement
+    schema_version: int = PRESSURE_SCHEMA_VERSION
+
+
+@dataclass(frozen=True)
+class PhaseFigures:
+    """One phase of one run. A rise is a fraction of the first quiet phase's time."""
+
+    settled_seconds: float  # median of a token, without the first ones
+    rise: float
+    n_until_settled: int | None  # tokens; None if it never settles
+
+
+def phase_figures(run: PressureRun) -> list[PhaseFigures | None]:
+    """Return the figures of each phase; None for one without tokens."""
+    seconds = [_seconds(run, phase) for phase in run.phases]
+    settled = [median(_without_first(part)) if part else 0.0 for part in seconds]
+    quiet = next((s for phase, s in zip(run.phases, settled, strict=True) if phase.load == QUIET), 0.0)
+    return [
+        PhaseFigures(middle, middle / quiet - 1 if quiet else 0.0, n_until_settled(part, middle)) if part else None
+        for part, middle in zip(seconds, settled, strict=True)
+    ]
+
+
+def n_until_settled(seconds: Sequence[float], settled_seconds: float) -> int | None:
+    """Return the number of tokens until the running median stays within 5 % of `settled_seconds`."""
+    last_outside = -1
+    for index, middle in enumerate(running_medians(seconds)):
+        if abs(middle - settled_seconds) > _SETTLED * settled_seconds:
+            last_outside = index
+    return None if last_outside == len(seconds) - 1 else last_outside + 1
+
+
+def running_medians(values: Sequence[float]) -> list[float]:
+    """Return for each value the median of it and the next four; at the end, of those that are left."""
+    return [median(values[index : index + _N_WINDOW]) for index in range(len(values))]
+
+
+def cut_of_rise(adaptive: PhaseFigures | None, static: PhaseFigures | None) -> float | None:
+    """Return the part of the static plan's rise that adapting avoids; None if there is no rise to speak of."""
+    if adaptive is None or static is None or static.rise < _MIN_RISE:
+        return None
+    return 1 - adaptive.rise / static.rise
+
+
+def pressure_view(result: PressureResult) -> RenderableType:
+    """Return the table of phases and what to make of it, for the terminal."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for heading in ("phase", "adaptive", "rise", "after", "static", "rise", "after", "cut"):
+        table.add_column(heading, justify="left" if heading == "phase" else "right", no_wrap=True)
+    adaptive, static = phase_figures(result.adaptive), phase_figures(result.static)
+    for phase, one, other in zip(result.adaptive.phases, adaptive, static, strict=True):
+        cut = cut_of_rise(one, other)
+        table.add_row(phase.load, *_cells(one), *_cells(other), "" if cut is None else f"{cut:.0%}")
+    title = Text(title_of(result.adaptive.trace).removesuffix(", adaptive"), style="bold")
+    title.append(
+        f"\nmedian of a token, its rise over the first phase, and the tokens after which it has settled;\n"
+        f"cut: the part of static's rise that adapting avoids; {result.n_load_processes} processes load the CPU",
+        "not bold dim",
+    )
+    return Group(title, "", table, "", *(Text(line) for line in remarks(result)))
+
+
+def remarks(result: PressureResult) -> list[str]:
+    """Return the lines below the table."""
+    lines = []
+    pairs = [("adaptive", phase_figures(result.adaptive)), ("static", phase_figures(result.static))]
+    adaptive, static = (next((f for f in figures if f), None) for _, figures in pairs)
+    if adaptive and static:
+        difference = adaptive.settled_seconds / static.settled_seconds - 1
+        lines.append(f"quiet: adaptive takes {difference:+.1%} of static's time")
+    lasts = [f"{name} {figures[-1].rise:+.1%}" for name, figures in pairs if figures and figures[-1]]
+    if lasts:
+        lines.append(f"last phase against the first: {', '.join(lasts)}")
+    lines.append(f"changes: {len(result.adaptive.trace.changes)}")
+    agreement = result.agreement
+    line = f"likeliest next tokens: {agreement.n_different} of {agreement.n_compared} differ"
+    if agreement.n_different:
+        line += f"; there, the two likeliest logits are at most {agreement.largest_gap:.3g} apart"
+    lines.append(line)
+    if result.adaptive.trace.plan.is_simulated:
+        lines.append("The device is simulated: these figures say nothing about a GPU.")
+    return lines
+
+
+def _cells(figures: PhaseFigures | None) -> tuple[str, str, str]:
+    if figures is None:
+        return "-", "-", "-"
+    settled = "never" if figures.n_until_settled is None else str(figures.n_until_settled)
+    return milliseconds(figures.settled_seconds), f"{figures.rise:+.0%}", settled
+
+
+def _seconds(run: PressureRun, phase: Phase) -> list[float]:
+    tokens: Sequence[TokenSample] = run.trace.tokens[phase.first_token : phase.first_token + phase.n_tokens]
+    return [token.seconds for token in tokens]
+
+
+def _without_first(seconds: Sequence[float]) -> Sequence[float]:
+    """Leave out what may still adapt, of a short phase at most half."""
+    return seconds[min(_N_SKIPPED, len(seconds) // 2) :]

@@ -1,0 +1,63 @@
+"""A plan under load as a PNG picture: both runs over the same time, phases shaded, with a line for each change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .picture import new_figure, save_figure
+from .pressure import CPU_LOAD, LINK_LOAD, PressureResult, PressureRun, running_medians
+from .trace import TokenSample
+from .trace_figures import title_of
+from .trace_page import EVENT_COLOUR
+from .units import MIB
+
+RUN_COLOURS = {"static": "#7f8fa6", "adaptive": "#3b7dd8"}
+LOAD_COLOURS = {CPU_LOAD: "#b5489a", LINK_LOAD: "#e0a100"}
+
+
+def write_pressure_png(path: Path, result: PressureResult) -> None:
+    """Raises AtsplanError if matplotlib is missing or the file cannot be written."""
+    figure = new_figure(11, 6.5)
+    draw_pressure(figure, result)
+    save_figure(figure, path, dots_per_inch=120)
+
+
+def draw_pressure(figure: Any, result: PressureResult) -> None:
+    """Draw into an empty figure. Zero is the beginning of the first phase."""
+    figure.suptitle(title_of(result.adaptive.trace).removesuffix(", adaptive"), x=0.01, ha="left", fontsize="medium")
+    panels = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [2, 1, 1]})
+    values: tuple[tuple[str, Callable[[TokenSample], float]], ...] = (
+        ("ms per token", lambda token: token.seconds * 1e3),
+        ("ms of CPU\nper token", lambda token: token.cpu_seconds * 1e3),
+        ("MiB streamed\nper token", lambda token: token.streamed_bytes / MIB),
+    )
+    runs = {"static": result.static, "adaptive": result.adaptive}
+    for axes, (label, value) in zip(panels, values, strict=True):
+        _shade(axes, result.adaptive)
+        for name, run in runs.items():
+            start = _start(run)
+            times = [token.at_seconds - start for token in run.trace.tokens]
+            raw = [value(token) for token in run.trace.tokens]
+            axes.plot(times, raw, color=RUN_COLOURS[name], linewidth=0.5, alpha=0.35)
+            axes.plot(times, running_medians(raw), color=RUN_COLOURS[name], linewidth=1.3, label=name)
+        for change in result.adaptive.trace.changes:
+            axes.axvline(change.at_seconds - _start(result.adaptive), color=EVENT_COLOUR, linestyle="--", linewidth=0.8)
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+    panels[0].legend(loc="upper left", ncols=4, fontsize="small", frameon=False)
+    if result.adaptive.phases:
+        panels[-1].set_xlim(0, result.adaptive.phases[-1].end_seconds - _start(result.adaptive))
+    panels[-1].set_xlabel("seconds; dashed: a change of the adaptive run")
+
+
+def _shade(axes: Any, run: PressureRun) -> None:
+    for phase in run.phases:
+        if phase.load in LOAD_COLOURS:
+            begin, end = (seconds - _start(run) for seconds in (phase.start_seconds, phase.end_seconds))
+            axes.axvspan(begin, end, color=LOAD_COLOURS[phase.load], alpha=0.12, linewidth=0, label=phase.load)
+
+
+def _start(run: PressureRun) -> float:
+    return run.phases[0].start_seconds if run.phases else 0.0

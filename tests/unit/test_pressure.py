@@ -1,0 +1,105 @@
+"""A plan under load: the figures of phases, their table and picture, and how the loads and the runs are driven."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from planner.hardware import Software
+from planner.plan import Plan
+from planner.pressure import (
+    CPU_LOAD,
+    LINK_LOAD,
+    QUIET,
+    Agreement,
+    Phase,
+    PressureResult,
+    PressureRun,
+    cut_of_rise,
+    n_until_settled,
+    phase_figures,
+    pressure_view,
+    remarks,
+)
+from planner.pressure_picture import write_pressure_png
+from planner.records import from_json, to_json
+from planner.solve import solve
+from planner.trace import Change, TokenSample, Trace
+from planner.units import MIB
+from planner.workload import Workload
+from tests.unit.planner_profiles import TINY, synthetic_profile
+
+LOADS = (QUIET, CPU_LOAD, QUIET, LINK_LOAD, QUIET)
+
+
+def run_of(plan: Plan, *phases: list[float], is_adaptive: bool) -> PressureRun:
+    """Return a run with these seconds per token in each phase, after a warm-up of one token of 1 s."""
+    tokens, found, now = [TokenSample(1.0, 1.0, 0.0, 0.0, 0.0, 0)], [], 1.0
+    for load, seconds in zip(LOADS, phases, strict=True):
+        start, first = now, len(tokens)
+        for one in seconds:
+            now += one
+            tokens.append(TokenSample(now, one, one / 2, 0.0, one, 10 * MIB))
+        found.append(Phase(load, start, now, first, len(seconds)))
+    changes = (Change(2.0, "the CPU is slower", 10 * MIB, 12 * MIB, MIB, 0.5, 1.0),) if is_adaptive else ()
+    return PressureRun(Trace(plan, plan.hardware, is_adaptive, tuple(tokens), (), changes, ()), tuple(found))
+
+
+@pytest.fixture(scope="module")
+def result() -> PressureResult:
+    plan = solve(synthetic_profile(TINY), 700 * MIB, Workload(n_threads=8))
+    quiet = [0.1] * 40
+    adaptive = run_of(
+        plan, quiet, [0.2] * 12 + [0.13] * 30, quiet, [0.2] * 3 + [0.14] * 30, [0.102] * 40, is_adaptive=True
+    )
+    static = run_of(plan, quiet, [0.2] * 30, [0.1] * 4, [0.18] * 30, [], is_adaptive=False)
+    return PressureResult(adaptive, static, Software("1", "2", "", True), 10, Agreement(99, 2, 0.25))
+
+
+def test_figures_of_phases(result: PressureResult) -> None:
+    adaptive = phase_figures(result.adaptive)
+    assert [f and f.settled_seconds for f in adaptive] == [0.1, 0.13, 0.1, 0.14, 0.102]
+    assert [f and round(f.rise, 3) for f in adaptive] == [0.0, 0.3, 0.0, 0.4, 0.02]
+    assert [f and f.n_until_settled for f in adaptive] == [0, 10, 0, 1, 0]  # three of five are enough for a median
+    static = phase_figures(result.static)
+    assert static[4] is None
+    cuts = [cut_of_rise(one, other) for one, other in zip(adaptive, static, strict=True)]
+    assert cuts == [None, pytest.approx(0.7), None, pytest.approx(0.5), None]
+
+
+def test_a_phase_that_never_settles() -> None:
+    assert n_until_settled([0.1] * 20 + [0.2] * 5, 0.1) is None
+    assert n_until_settled([0.2] + [0.1] * 20, 0.1) == 0
+    assert n_until_settled([0.2] * 9 + [0.1] * 20, 0.1) == 7
+
+
+def test_the_table(result: PressureResult) -> None:
+    console = Console(width=80, force_terminal=False, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(pressure_view(result))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    rows = [line.split("  ") for line in text.splitlines() if "load" in line and "ms" in line]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert cells == [
+        [CPU_LOAD, "130.0 ms", "+30%", "10", "200.0 ms", "+100%", "0", "70%"],
+        [LINK_LOAD, "140.0 ms", "+40%", "1", "180.0 ms", "+80%", "0", "50%"],
+    ]
+    lines = remarks(result)
+    assert lines[0] == "quiet: adaptive takes +0.0% of static's time"
+    assert lines[1] == "last phase against the first: adaptive +2.0%"
+    assert "2 of 99 differ; there, the two likeliest logits are at most 0.25 apart" in lines[3]
+
+
+def test_the_record_and_the_picture(result: PressureResult, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert from_json(to_json(result).encode(), PressureResult, "result") == result
+    write_pressure_png(tmp_path / "pressure.png", result)
+    assert (tmp_path / "pressure.png").read_bytes().startswith(b"\x89PNG")
+    empty = replace(result.adaptive, phases=(), trace=replace(result.adaptive.trace, tokens=(), changes=()))
+    write_pressure_png(tmp_path / "empty.png", replace(result, adaptive=empty, static=empty))
+    assert remarks(replace(result, adaptive=empty, static=empty))[0] == "changes: 0"
