@@ -34,9 +34,9 @@ def library(native_helper: Path) -> Library:
 @pytest.fixture(scope="module")
 def plan(library: Library, smollm2: Path) -> Plan:
     weights = inspect_model(smollm2, "sim", [256], [32]).weights_decode
-    moving = {weight.name for weight in weights if weight.op == "MUL_MAT"}
     placements = [
-        replace(p, costs=COSTS) if p.name in moving and p.decode != "gpu" else p for p in random_placements(weights, 1)
+        replace(p, costs=COSTS) if weight.op == "MUL_MAT" and p.decode != "gpu" else p
+        for p, weight in zip(random_placements(weights, 1), weights, strict=True)
     ]
     return plan_for(smollm2, placements, ring_bytes=RING_BYTES)
 
