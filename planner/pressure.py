@@ -92,8 +92,9 @@ def n_until_settled(seconds: Sequence[float], settled_seconds: float) -> int | N
 
 
 def running_medians(values: Sequence[float]) -> list[float]:
-    """Return for each value the median of it and the next four; at the end, of those that are left."""
-    return [median(values[index : index + _N_WINDOW]) for index in range(len(values))]
+    """Return for each value the median of the five around it; at both ends, of those that there are."""
+    half = _N_WINDOW // 2
+    return [median(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 
 
 def cut_of_rise(adaptive: PhaseFigures | None, static: PhaseFigures | None) -> float | None:

@@ -36,16 +36,19 @@ def draw_pressure(figure: Any, result: PressureResult) -> None:
     runs = {"static": result.static, "adaptive": result.adaptive}
     for axes, (label, value) in zip(panels, values, strict=True):
         _shade(axes, result.adaptive)
+        highest = 0.0
         for name, run in runs.items():
             start = _start(run)
-            times = [token.at_seconds - start for token in run.trace.tokens]
-            raw = [value(token) for token in run.trace.tokens]
+            tokens = [token for token in run.trace.tokens if token.at_seconds > start]  # without the warm-up
+            times, raw = [token.at_seconds - start for token in tokens], [value(token) for token in tokens]
+            smooth = running_medians(raw)
             axes.plot(times, raw, color=RUN_COLOURS[name], linewidth=0.5, alpha=0.35)
-            axes.plot(times, running_medians(raw), color=RUN_COLOURS[name], linewidth=1.3, label=name)
+            axes.plot(times, smooth, color=RUN_COLOURS[name], linewidth=1.3, label=name)
+            highest = max([highest, *smooth])
         for change in result.adaptive.trace.changes:
             axes.axvline(change.at_seconds - _start(result.adaptive), color=EVENT_COLOUR, linestyle="--", linewidth=0.8)
         axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.2 * highest or 1.0)  # single slow tokens may leave the picture
     panels[0].legend(loc="upper left", ncols=4, fontsize="small", frameon=False)
     if result.adaptive.phases:
         panels[-1].set_xlim(0, result.adaptive.phases[-1].end_seconds - _start(result.adaptive))
