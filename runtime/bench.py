@@ -74,6 +74,7 @@ def bench(
     n_repeat: int,
     against_plain: bool,
     ablate: bool,
+    is_adaptive: bool = True,
     report: Report,
 ) -> BenchResult:
     """Measure everything, each contender in a child process. Raises AtsplanError.
@@ -87,7 +88,10 @@ def bench(
             f"{max(depths)} + {n_prompt} + {n_generate} tokens exceed the plan's context of {plan.workload.n_context}.",
             "Measure at smaller depths, or solve with a larger --ctx.",
         )
-    task = Task(str(model_path), plan.device, str(plan_path), None, n_prompt, n_generate, depths, (n_repeat + 1) // 2)
+    task = Task(
+        str(model_path), plan.device, str(plan_path), None, n_prompt, n_generate, depths, (n_repeat + 1) // 2,
+        is_adaptive=is_adaptive,
+    )  # fmt: skip
     report(f"Measuring the plan (repetitions: {task.n_repeat}) ...")
     measured = measure(task)
     plain = _bench_plain(plan, replace(task, plan_path=None, n_repeat=n_repeat), report) if against_plain else ()
@@ -163,9 +167,8 @@ def _bench_ablations(plan: Plan, task: Task, report: Report) -> tuple[Ablation, 
             path = Path(folder) / "plan.json"
             write_record(path, variant)
             report(f"Measuring the plan: {name} (repetitions: {task.n_repeat}) ...")
-            changed = replace(
-                task, plan_path=str(path), switched_off=option, is_adaptive=variant is plan and name != STATIC
-            )
+            is_adaptive = task.is_adaptive and variant is plan and name != STATIC
+            changed = replace(task, plan_path=str(path), switched_off=option, is_adaptive=is_adaptive)
             results.append(Ablation(name, measure(changed)))
     return tuple(results)
 

@@ -33,6 +33,7 @@ def register(app: typer.Typer, detect: Detect) -> None:
             "atsplan run --plan plan.json",
             'atsplan run --plan plan.json -p "Gravity is" -n 200 --stats',
             'atsplan run --model model.gguf -p "Gravity is" --temp 0.8 --seed 1',
+            "atsplan run --plan plan.json --trace trace.json",
         )
     )
     def run(
@@ -49,7 +50,13 @@ def register(app: typer.Typer, detect: Detect) -> None:
         context_shift: Annotated[
             bool, typer.Option("--context-shift", help="With -p: forget half of a full context and go on.")
         ] = False,
-        statistics: Annotated[bool, typer.Option("--stats", help="With -p: print speed and memory.")] = False,
+        statistics: Annotated[
+            bool, typer.Option("--stats", help="With -p: print speed, memory, and what was changed.")
+        ] = False,
+        static: Annotated[bool, typer.Option("--static", help="Keep to the plan, whatever the load.")] = False,
+        trace_path: Annotated[
+            Path | None, typer.Option("--trace", help="Write what every token took, and what was changed and why.")
+        ] = None,
         anyway: Annotated[bool, typer.Option("--anyway", help="Run a plan made for another machine.")] = False,
     ) -> None:
         """Generate text under a plan; without a prompt, chat."""
@@ -58,7 +65,8 @@ def register(app: typer.Typer, detect: Detect) -> None:
         run_plan(
             plan_path, model, detect,
             prompt=prompt, n_tokens=n_tokens, temperature=temperature, seed=seed,
-            context_shift=context_shift, wants_statistics=statistics, anyway=anyway,
+            context_shift=context_shift, wants_statistics=statistics, is_adaptive=not static, trace_path=trace_path,
+            anyway=anyway,
         )  # fmt: skip
 
     @app.command(
@@ -79,12 +87,15 @@ def register(app: typer.Typer, detect: Detect) -> None:
         api_key: Annotated[
             str | None, typer.Option(help="Answer only to clients that give this key.", envvar="ATSPLAN_API_KEY")
         ] = None,
+        static: Annotated[bool, typer.Option("--static", help="Keep to the plan, whatever the load.")] = False,
         anyway: Annotated[bool, typer.Option("--anyway", help="Serve a plan made for another machine.")] = False,
     ) -> None:
         """Serve a plan over HTTP with OpenAI's API: chat and text completions, also streamed."""
         from .serve import serve_plan
 
-        serve_plan(plan_path, model, detect, host=host, port=port, api_key=api_key, anyway=anyway)
+        serve_plan(
+            plan_path, model, detect, host=host, port=port, api_key=api_key, is_adaptive=not static, anyway=anyway
+        )
 
     @app.command(
         "bench",
@@ -104,6 +115,7 @@ def register(app: typer.Typer, detect: Detect) -> None:
         n_repeat: Annotated[int, typer.Option("--repeat", min=1, help="Repetitions.")] = 5,
         model: Annotated[Path | None, typer.Option("--model", help="The GGUF file, if it has moved.")] = None,
         json_path: Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")] = None,
+        static: Annotated[bool, typer.Option("--static", help="Keep to the plan, whatever the load.")] = False,
         anyway: Annotated[bool, typer.Option("--anyway", help="Measure a plan made for another machine.")] = False,
     ) -> None:
         """Measure a plan's speed and memory beside its prediction, and beside plain llama.cpp."""
@@ -112,7 +124,8 @@ def register(app: typer.Typer, detect: Detect) -> None:
         bench_plan(
             plan_path, model, detect,
             n_prompt=n_prompt, n_generate=n_generate, depths_text=depths, n_repeat=n_repeat,
-            against_plain=against is not None, ablate=ablate, json_path=json_path, anyway=anyway,
+            against_plain=against is not None, ablate=ablate, is_adaptive=not static,
+            json_path=json_path, anyway=anyway,
         )  # fmt: skip
 
     @app.command(

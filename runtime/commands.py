@@ -25,13 +25,14 @@ from . import verify
 from .bench import bench, remarks, table
 from .bindings import Helper
 from .build import native_helper
+from .card_watch import CardWatch
 from .chat import chat
 from .cli import Detect
 from .engine import PlanEngine
 from .host_memory import available_memory_bytes
 from .library import load
 from .nvml import VramMeter
-from .report import RunFigures, describe
+from .report import RunFigures, describe, describe_changes
 from .sampling import Sampler
 from .session import OnProgress
 
@@ -47,15 +48,25 @@ def run_plan(
     seed: int,
     context_shift: bool,
     wants_statistics: bool,
+    is_adaptive: bool,
+    trace_path: Path | None,
     anyway: bool,
 ) -> None:
-    """Continue `prompt` on stdout, or chat if it is None. Raises AtsplanError; Ctrl-C leaves the text so far."""
+    """Continue `prompt` on stdout, or chat if it is None. Raises AtsplanError; Ctrl-C leaves the text so far.
+
+    With a `trace_path`, a trace is written there, however the run ends.
+    """
+    if trace_path is not None and not trace_path.absolute().parent.is_dir():  # better now than after a long run
+        raise UsageError(f"There is no folder {trace_path.absolute().parent}.", "Choose another --trace.")
     plan_path = plan_path or find_shared_plan(model, detect)
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model)
     with (
-        open_plan(plan, model_path, detect, anyway=anyway) as (engine, vram),
+        open_plan(
+            plan, model_path, detect, anyway=anyway, is_adaptive=is_adaptive, keeps_trace=trace_path is not None
+        ) as (engine, vram, hardware),
         Sampler(temperature, seed) as sampler,
+        _traced(engine, plan, hardware, trace_path),
     ):
         if prompt is None:
             chat(engine, sampler, n_tokens, _read_line, _write)
@@ -67,7 +78,7 @@ def run_plan(
             )
         if wants_statistics:
             figures = replace(figures, peak_vram_bytes=vram.used_bytes(engine.accounted_vram_bytes(engine.helper)))
-            _say("\n".join(describe(figures, plan)))
+            _say("\n".join([*describe(figures, plan), *describe_changes(engine.load.changes, is_adaptive=is_adaptive)]))
 
 
 def bench_plan(
@@ -81,6 +92,7 @@ def bench_plan(
     n_repeat: int,
     against_plain: bool,
     ablate: bool,
+    is_adaptive: bool,
     json_path: Path | None,
     anyway: bool,
 ) -> None:
@@ -93,7 +105,7 @@ def bench_plan(
     result = bench(
         plan, plan_path, model_path, machine,
         n_prompt=n_prompt, n_generate=n_generate, depths=depths, n_repeat=n_repeat,
-        against_plain=against_plain, ablate=ablate, report=_say,
+        against_plain=against_plain, ablate=ablate, is_adaptive=is_adaptive, report=_say,
     )  # fmt: skip
     if json_path is not None:
         write_record(json_path, result)
@@ -149,16 +161,20 @@ def check_machine(plan: Plan, detect: Detect, *, anyway: bool) -> tuple[Hardware
 
 
 @contextmanager
-def open_plan(plan: Plan, model_path: Path, detect: Detect, *, anyway: bool) -> Iterator[tuple[PlanEngine, VramMeter]]:
+def open_plan(
+    plan: Plan, model_path: Path, detect: Detect, *, anyway: bool, is_adaptive: bool = True, keeps_trace: bool = False
+) -> Iterator[tuple[PlanEngine, VramMeter, Hardware]]:
     """Verify everything the plan relies on, then load it. Raises AtsplanError."""
-    check_machine(plan, detect, anyway=anyway)
+    hardware, _ = check_machine(plan, detect, anyway=anyway)
     vram = VramMeter()
     library = load(plan.device, _say)
     free, total = Helper(library.ats).device_memory()
     available_bytes = available_memory_bytes()
     verify.check_memory(plan, free if total else None, available_bytes or None)
     with _loading(model_path) as on_progress:
-        engine = PlanEngine(library, model_path, plan, on_progress=on_progress)
+        engine = PlanEngine(
+            library, model_path, plan, is_adaptive=is_adaptive, keeps_trace=keeps_trace, on_progress=on_progress
+        )
     with engine:
         unpinned_bytes = engine.statistics().unpinned_bytes
         if unpinned_bytes:
@@ -169,7 +185,21 @@ def open_plan(plan: Plan, model_path: Path, detect: Detect, *, anyway: bool) -> 
         if engine.unsupported_ops:
             _say(f"Warning: the GPU leaves to the CPU what it cannot compute: {', '.join(engine.unsupported_ops)}.")
         vram.watch(engine.pci_bus_id(plan.device))
-        yield engine, vram
+        yield engine, vram, hardware
+
+
+@contextmanager
+def _traced(engine: PlanEngine, plan: Plan, hardware: Hardware, path: Path | None) -> Iterator[None]:
+    """Write a trace of the block to `path`, if there is one, also after an interrupt or an error."""
+    if path is None:
+        yield
+        return
+    with CardWatch(engine.pci_bus_id(plan.device)) as card:
+        try:
+            yield
+        finally:
+            write_record(path, engine.load.trace(hardware, card.samples))
+            _say(f"The trace is in {path}. See it with: atsplan show {path}")
 
 
 def complete(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.plan import Plan
+from planner.trace import Change
+from planner.trace_figures import change_text
 from planner.units import format_size
+
+_N_SHOWN = 8  # changes
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,16 @@ def describe(figures: RunFigures, plan: Plan) -> list[str]:
     if plan.is_simulated:
         lines.append("The device is simulated: these figures say nothing about a GPU.")
     return lines
+
+
+def describe_changes(changes: Sequence[Change], *, is_adaptive: bool) -> list[str]:
+    """Return what the run changed, when and why. Times count from when the model was loaded."""
+    if not is_adaptive:
+        return ["changes    none: the plan was static"]
+    shown = [f"  at {change.at_seconds:.1f} s  {change.reason}; {change_text(change)}" for change in changes[:_N_SHOWN]]
+    if len(changes) > _N_SHOWN:
+        shown.append(f"  and {len(changes) - _N_SHOWN} more; --trace keeps all")
+    return [f"changes    {len(changes) or 'none'}", *shown]
 
 
 def describe_experts(n_resident: int, n_streamed: int, n_cpu: int, n_tokens: int) -> str:

@@ -28,6 +28,7 @@ def serve_plan(
     host: str,
     port: int,
     api_key: str | None,
+    is_adaptive: bool = True,
     anyway: bool,
 ) -> None:
     """Serve until Ctrl-C. Raises AtsplanError if the plan cannot run or the address cannot be used."""
@@ -43,7 +44,7 @@ def serve_plan(
     name = re.sub(r"(-\d+-of-\d+)?\.gguf$", "", plan.model.file_name)
     with (
         _bind(host, port) as listener,
-        open_plan(plan, model_path, detect, anyway=anyway) as (engine, _),
+        open_plan(plan, model_path, detect, anyway=anyway, is_adaptive=is_adaptive) as (engine, _, _),
         Generator(engine) as generator,
     ):
         address, port = listener.getsockname()[:2]

@@ -118,13 +118,13 @@ def test_ablations_change_one_thing(monkeypatch: pytest.MonkeyPatch, plan: Plan)
         Placement("up", 1, "stream", "cpu"), Placement("down", 1, "cpu", "stream"), Placement("norm", 1, "gpu", "gpu"),
     )  # fmt: skip
     plan = replace(plan, placements=placements)
-    seen: list[tuple[str | None, list[str]]] = []
+    seen: list[tuple[str | None, bool, list[str]]] = []
 
     def measure(task: Task) -> Measured:
         assert task.plan_path is not None
         if task.plan_path != "plan.json":
             variant = read_record(task.plan_path, Plan)
-            seen.append((task.switched_off, [placement.decode for placement in variant.placements]))
+            seen.append((task.switched_off, task.is_adaptive, [placement.decode for placement in variant.placements]))
             assert [placement.prefill for placement in variant.placements] == ["cpu", "stream", "gpu"]
         return measured(0.02, 0.5)
 
@@ -135,8 +135,9 @@ def test_ablations_change_one_thing(monkeypatch: pytest.MonkeyPatch, plan: Plan)
     )  # fmt: skip
     planned = ["stream", "cpu", "gpu"]
     assert seen == [
-        ("prefetch", planned), ("zero_copy", planned), ("early_launch", planned), ("cuda_graphs", planned),
-        (None, ["cpu", "cpu", "gpu"]), (None, ["stream", "stream", "gpu"]),
+        ("prefetch", True, planned), ("zero_copy", True, planned), ("early_launch", True, planned),
+        ("cuda_graphs", True, planned), (None, False, planned),
+        (None, False, ["cpu", "cpu", "gpu"]), (None, False, ["stream", "stream", "gpu"]),
     ]  # fmt: skip
     assert "without zero copy: prefill 1024.0, decode 50.0 tokens/s" in bench.remarks(result)
 

@@ -1,0 +1,98 @@
+"""`atsplan run --trace`: the file is written however the run ends, and `--stats` tells what was changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.errors import DeviceError, UsageError
+from planner.plan import Plan
+from planner.records import read_record, write_record
+from planner.trace import Change, Trace
+from runtime import commands
+from runtime.engine import PlanEngine
+from runtime.inspect_model import inspect_model
+from runtime.report import describe_changes
+from tests.native.engine_plans import HARDWARE, plan_for, random_placements
+from tests.native.test_run_command import PROMPT, invoke
+
+
+@pytest.fixture(scope="module")
+def plan(native_helper: Path, smollm2: Path) -> Plan:
+    weights = inspect_model(smollm2, "sim", [512], [64]).weights_decode
+    return plan_for(smollm2, random_placements(weights, 1), n_context=512, n_ubatch=64)
+
+
+@pytest.fixture
+def run_command(plan: Plan, smollm2: Path, tmp_path: Path) -> list[str]:
+    write_record(tmp_path / "plan.json", plan)
+    trace = str(tmp_path / "trace.json")
+    return ["run", "--plan", str(tmp_path / "plan.json"), "--model", str(smollm2), "-n", "6", "--trace", trace]
+
+
+def test_a_prompt_and_its_continuation(run_command: list[str], plan: Plan, tmp_path: Path) -> None:
+    result = invoke(*run_command, "-p", PROMPT, "--stats")
+    assert result.exit_code == 0, result.output
+    assert "changes    none" in result.stderr
+    assert "The trace is in " in result.stderr
+    trace = read_record(tmp_path / "trace.json", Trace)
+    assert (trace.plan, trace.hardware, trace.is_adaptive) == (plan, HARDWARE, True)
+    assert [prompt.n_tokens for prompt in trace.prompts] == [5]
+    assert len(trace.tokens) == 5  # the first of the six follows from the prompt
+    assert all(0 < token.cpu_seconds < token.seconds for token in trace.tokens)
+    assert all(token.streamed_bytes > 0 for token in trace.tokens)
+    times = [token.at_seconds for token in trace.tokens]
+    assert times == sorted(times)
+    assert trace.card == ()  # there is none
+
+
+def test_static(run_command: list[str], tmp_path: Path) -> None:
+    result = invoke(*run_command, "-p", PROMPT, "--stats", "--static")
+    assert result.exit_code == 0, result.output
+    assert "the plan was static" in result.stderr
+    trace = read_record(tmp_path / "trace.json", Trace)
+    assert not trace.is_adaptive
+    assert len(trace.tokens) == 5
+    assert trace.changes == ()
+
+
+def test_chat(run_command: list[str], tmp_path: Path) -> None:
+    result = invoke(*run_command, stdin="What is two plus two?\nAnd three?\n")
+    assert result.exit_code == 0, result.output
+    assert len(read_record(tmp_path / "trace.json", Trace).prompts) == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), DeviceError("The device failed.")])
+def test_however_the_run_ends(
+    run_command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    evaluate = PlanEngine.evaluate
+
+    def evaluate_some(engine: PlanEngine, tokens: list[int]) -> None:
+        if engine.n_tokens == 7:
+            raise error
+        evaluate(engine, tokens)
+
+    monkeypatch.setattr(PlanEngine, "evaluate", evaluate_some)
+    result = invoke(*run_command, "-p", PROMPT)
+    assert result.exit_code != 0
+    assert len(read_record(tmp_path / "trace.json", Trace).tokens) == 2
+
+
+def test_a_missing_folder_is_said_before_anything_is_loaded(
+    run_command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "open_plan", None)
+    result = invoke(*run_command[:-1], "no/such/trace.json", "-p", PROMPT)
+    assert isinstance(result.exception, UsageError)
+    assert "There is no folder " in result.exception.message
+
+
+def test_changes_in_words() -> None:
+    change = Change(4.25, "the CPU is slower", 1 << 30, 3 << 29, 1 << 28, 0.5, 1.0)
+    assert describe_changes([change], is_adaptive=True) == [
+        "changes    1",
+        "  at 4.2 s  the CPU is slower; streamed per token 1.00 GiB -> 1.50 GiB, ring 256 MiB",
+    ]
+    assert describe_changes([change] * 10, is_adaptive=True)[-1] == "  and 2 more; --trace keeps all"
