@@ -61,6 +61,12 @@ class Statistics:
     n_experts_cpu: int
     expert_bytes: int
     unpinned_bytes: int
+    # Not in older benchmark files:
+    expert_cpu_ns: int = 0
+    expert_gpu_ns: int = 0
+    expert_decide_ns: int = 0
+    n_experts_predicted: int = 0
+    n_experts_predicted_used: int = 0
 
 
 @dataclass(frozen=True)

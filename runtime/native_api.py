@@ -21,7 +21,8 @@ class StatisticsStruct(ctypes.Structure):
             "n_graphs", "n_compiles", "total_ns", "cpu_ns", "wait_gpu_ns", "launch_ns", "copy_issue_ns",
             "streamed_bytes", "activation_bytes", "n_cpu_steps", "n_gpu_steps", "n_streamed", "n_slot_stalls",
             "link_busy_ns", "ring_bytes", "pinned_bytes", "n_experts_resident", "n_experts_streamed", "n_experts_cpu",
-            "expert_bytes", "unpinned_bytes",
+            "expert_bytes", "unpinned_bytes", "expert_cpu_ns", "expert_gpu_ns", "expert_decide_ns",
+            "n_experts_predicted", "n_experts_predicted_used",
         )
     ]  # fmt: skip
 

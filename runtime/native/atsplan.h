@@ -38,7 +38,7 @@ ATS_EXPORT int ats_set_classes(const char * const * names, const int32_t * decod
 // Options by name: "ring_bytes" (0 = as small as possible), "prefill_min_tokens", "prefetch" (0|1), "zero_copy" (0|1),
 // "early_launch" (0|1), "statistics" (0|1), "max_pinned_bytes" (0 = no limit; host weights beyond it are pageable).
 // For expert by expert decoding: "expert_cache_bytes", and what one expert costs, "expert_cpu_ns", "expert_link_ns",
-// "expert_link_latency_ns"; it is off while one of the first two times is 0.
+// beyond what a block costs, "expert_cpu_base_ns", "expert_link_latency_ns"; it is off while one of the first two times is 0.
 ATS_EXPORT int ats_set_option(const char * name, int64_t value);
 ATS_EXPORT int ats_get_option(const char * name, int64_t * value);
 
@@ -64,6 +64,11 @@ struct ats_statistics {
     int64_t n_experts_cpu;      // computed on the CPU
     int64_t expert_bytes;       // VRAM held by expert caches now
     int64_t unpinned_bytes;     // host memory for weights held now that is not pinned: slow, and never streamed ahead
+    int64_t expert_cpu_ns;      // computing experts one by one on the CPU
+    int64_t expert_gpu_ns;      // the GPU's shares meanwhile, from the decision on, copies included; 0 where unknown
+    int64_t expert_decide_ns;   // choosing where to compute experts
+    int64_t n_experts_predicted;      // copied to VRAM before the routing was known
+    int64_t n_experts_predicted_used; // of them, those that were routed to
 };
 ATS_EXPORT int ats_get_statistics(struct ats_statistics * out, bool reset);
 

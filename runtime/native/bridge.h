@@ -28,6 +28,12 @@ struct ExpertColumns { // in pinned memory, written before mark_computed()
     int32_t sources[max_expert_columns];
 };
 
+struct ExpertShare { // of one block on the GPU: the same addresses every time
+    ggml_cgraph * graph;
+    ggml_cgraph * prediction = nullptr; // of the experts that the next block will use; null: nothing is copied ahead
+    Crossing      predicted  = {};      // its result
+};
+
 struct ExpertJoin {
     ggml_tensor *         result; // (n_out, n_columns) on the compute backend
     ggml_tensor *         gpu_columns;
@@ -56,8 +62,15 @@ class ActivationBridge {
     // The GPU's share of an expert block runs on a backend instance of its own, beside whatever `compute` does.
     // start_experts() hands it over once the inputs are published, decide_experts() tells what to copy first; nothing
     // but that decision has to wait for the routing.
-    virtual bool start_experts(ggml_cgraph * graph, uint32_t round) = 0;
-    virtual bool decide_experts(ggml_cgraph * graph, const std::vector<HostCopy> & copies, uint32_t round) = 0;
+    virtual bool start_experts(const ExpertShare & share, uint32_t round) = 0;
+    virtual bool decide_experts(const ExpertShare & share, const std::vector<HostCopy> & copies, uint32_t round) = 0;
+    // What the share of `round` took, from the decision on, once a later round was published; 0 if that is not known.
+    virtual int64_t share_ns(uint32_t round) = 0;
+    // Where the share has a prediction, after the decision. Host: is it in host memory, within that time? Then, once per
+    // round: what to copy behind the round's own copies, which nothing waits for but the copies of later rounds.
+    virtual bool can_predict() const = 0;
+    virtual bool wait_predicted(uint32_t round, int64_t max_ns) = 0;
+    virtual bool copy_ahead(const ExpertShare & share, const std::vector<HostCopy> & copies, uint32_t round) = 0;
     // Enqueue on the compute backend: assemble the result of `round` from both lanes' columns. As early as fetch().
     virtual bool join_experts(const ExpertJoin & join, uint32_t round) = 0;
 };

@@ -207,6 +207,9 @@ ggml_status Executor::compute(ggml_cgraph * graph) {
     round_.n_experts_resident = experts.n_resident - experts_before.n_resident;
     round_.n_experts_streamed = experts.n_streamed - experts_before.n_streamed;
     round_.n_experts_cpu      = experts.n_cpu - experts_before.n_cpu;
+    round_.expert_cpu_ns      = experts.cpu_ns - experts_before.cpu_ns;
+    round_.expert_gpu_ns      = experts.gpu_ns - experts_before.gpu_ns;
+    round_.expert_decide_ns   = experts.decide_ns - experts_before.decide_ns;
     round_.ring_bytes         = static_cast<int64_t>(ring_->size_bytes());
     round_.pinned_bytes       = static_cast<int64_t>(arena_.size_bytes());
     round_.expert_bytes       = expert_lane_->size_bytes();
@@ -284,7 +287,7 @@ ggml_status Executor::enqueue(CompiledProgram & compiled, size_t index) {
     bool                 ok    = true;
     if (operation.kind == OperationKind::publish) {
         ok = bridge_->publish(count_bytes(step.inputs()), round);
-        ok = ok && (step.experts == nullptr || bridge_->start_experts(expert_lane_->gpu_graph(*step.experts), round));
+        ok = ok && (step.experts == nullptr || bridge_->start_experts(expert_lane_->share(*step.experts), round));
     } else if (step.experts == nullptr) {
         ok = bridge_->fetch(count_bytes(step.plain.outputs), round);
     } else {
@@ -313,7 +316,7 @@ ggml_status Executor::compute_step(CompiledProgram & compiled, const Operation &
     Stopwatch stopwatch(round_.cpu_ns, timed);
     round_.n_cpu_steps++;
     const CompiledStep & step   = compiled.cpu_steps[operation.cpu_step];
-    const ggml_status    status = step.experts != nullptr ? expert_lane_->run(*step.experts, *bridge_, round_of(operation), *settings_)
+    const ggml_status    status = step.experts != nullptr ? expert_lane_->run(*step.experts, *bridge_, round_of(operation))
                                                           : ggml_backend_graph_compute(cpu_.get(), step.plain.graph);
     bridge_->mark_computed(round_of(operation));
     return status;

@@ -6,62 +6,64 @@ static constexpr double ageing     = 1.00002; // per round: with 48 layers, a us
 static constexpr double max_weight = 1e100;
 static constexpr double advantage  = 1.05; // a newcomer must be this much better: copying back and forth gains nothing
 
+int32_t ExpertCache::add_layer(int n_experts) {
+    const size_t first = experts_.size();
+    experts_.resize(first + static_cast<size_t>(n_experts));
+    return static_cast<int32_t>(first);
+}
+
 void ExpertCache::begin_round() {
     round_++;
     weight_ *= ageing;
     if (weight_ > max_weight) {
-        for (auto & entry : scores_) {
-            entry.second /= weight_;
+        for (Expert & expert : experts_) {
+            expert.score /= weight_;
         }
-        for (Slot & slot : slots_) {
-            slot.score /= weight_;
+        for (double & score : slot_scores_) {
+            score /= weight_;
         }
         least_ /= weight_;
         weight_ = 1.0;
     }
 }
 
-int ExpertCache::use(ExpertKey key) {
-    double & score = scores_[key];
-    score += weight_;
-    const auto found = where_.find(key);
-    if (found == where_.end()) {
-        return -1;
+int ExpertCache::use(int32_t expert) {
+    Expert & used = experts_[static_cast<size_t>(expert)];
+    used.score += weight_;
+    if (used.slot >= 0) {
+        slots_[static_cast<size_t>(used.slot)].last_round = round_;
+        slot_scores_[static_cast<size_t>(used.slot)]      = used.score;
     }
-    Slot & slot     = slots_[static_cast<size_t>(found->second)];
-    slot.last_round = round_;
-    slot.score      = score;
-    return found->second;
+    return used.slot;
 }
 
-double ExpertCache::score(ExpertKey key) const {
-    const auto found = scores_.find(key);
-    return found == scores_.end() ? 0.0 : found->second;
-}
-
-int ExpertCache::admit(ExpertKey key) {
-    int victim = -1;
+int ExpertCache::admit(int32_t expert) {
+    Expert & admitted = experts_[static_cast<size_t>(expert)];
+    int      victim   = -1;
     if (n_filled_ < slots_.size()) {
         victim = static_cast<int>(n_filled_++);
     } else {
-        double lowest = score(key) / advantage;
+        double lowest = admitted.score / advantage;
         if (lowest <= least_) {
             return -1;
         }
         least_ = lowest;
         for (size_t i = 0; i < slots_.size(); i++) {
-            least_ = std::min(least_, slots_[i].score);
-            if (slots_[i].last_round != round_ && slots_[i].score < lowest) {
-                lowest = slots_[i].score;
+            least_ = std::min(least_, slot_scores_[i]);
+            if (slot_scores_[i] < lowest && slots_[i].last_round != round_) {
+                lowest = slot_scores_[i];
                 victim = static_cast<int>(i);
             }
         }
     }
     if (victim >= 0) {
         Slot & slot = slots_[static_cast<size_t>(victim)];
-        where_.erase(slot.key);
-        slot         = {key, round_, score(key)};
-        where_[key]  = victim;
+        if (slot.expert >= 0) {
+            experts_[static_cast<size_t>(slot.expert)].slot = -1;
+        }
+        slot                                       = {expert, round_};
+        slot_scores_[static_cast<size_t>(victim)] = admitted.score;
+        admitted.slot                             = victim;
     }
     return victim;
 }

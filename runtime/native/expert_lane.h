@@ -4,7 +4,7 @@
 
 #include "bridge.h"
 #include "expert_block.h"
-#include "expert_cache.h"
+#include "expert_family.h"
 #include "settings.h"
 
 #include "ggml-cpp.h"
@@ -20,6 +20,9 @@ struct ExpertCounters {
     int64_t n_streamed = 0;
     int64_t n_cpu      = 0;
     int64_t bytes      = 0; // copied
+    int64_t cpu_ns     = 0; // computing on the CPU
+    int64_t gpu_ns     = 0; // the GPU's shares, copies included
+    int64_t decide_ns  = 0; // choosing a place for every expert
 };
 
 class ExpertLane {
@@ -44,50 +47,46 @@ class ExpertLane {
     // Have the GPU's graphs captured while nothing waits for the host: capturing may wait for the GPU to be idle.
     void warm_up();
 
-    // The graph that the step's share on the GPU needs, for start_experts().
-    ggml_cgraph * gpu_graph(const Step & step) const { return layers_[static_cast<size_t>(step.layer)]->gpu_graph; }
+    // The step's share on the GPU, for start_experts().
+    ExpertShare share(const Step & step) const { return {layers_[static_cast<size_t>(step.layer)]->gpu_graph}; }
 
     // After the inputs were published: choose a place for every routed expert, start the GPU's, compute the CPU's.
     // Writes step.join.columns; the caller then marks the round as computed.
-    ggml_status run(const Step & step, ActivationBridge & bridge, uint32_t round, const Settings & settings);
+    ggml_status run(const Step & step, ActivationBridge & bridge, uint32_t round);
 
     int                    generation() const { return generation_; }
     int64_t                size_bytes() const;
     const ExpertCounters & counters() const { return counters_; }
 
   private:
-    // Blocks of the same types and shapes share memory: slots for experts, and scratch for one block at a time.
-    struct Family {
-        std::unique_ptr<ExpertCache>  cache;
-        ggml_context_ptr              context;
-        ggml_backend_buffer_ptr       device, host;
-        std::vector<ggml_tensor *>    slots; // per weight of a block: (n_in, n_out, n_slots + n_used)
-        std::vector<ggml_tensor *>    gpu_results, cpu_results; // per node of a block, n_used columns
-        ggml_tensor *                 gpu_x, *gpu_ids, *cpu_x, *cpu_ids, *routed_ids, *columns;
-        std::vector<double>           cpu_ns; // [n - 1]: running mean of the CPU's time for n experts
-    };
-
     struct Layer {
-        Family *                   family = nullptr;
-        int                        number = -1;
+        ExpertFamily *             family = nullptr;
+        int                        first_expert = 0; // its number in the family's cache
         std::vector<ggml_tensor *> weights;
         ggml_context_ptr           context;
         ggml_cgraph *              gpu_graph = nullptr; // always n_used columns: one graph that CUDA can replay
         std::vector<ggml_cgraph *> cpu_graphs;          // [n - 1] computes n columns
     };
 
-    static std::string family_of(const ExpertBlock & block);
-    bool               allocate(Family & family, const ExpertBlock & block, int n_slots);
-    void               free_memory();
-    void               warm_up(const Layer & layer);
-    ggml_cgraph *      build_graph(Layer & layer, const ExpertBlock & block, int64_t n_columns, bool on_gpu);
-    int                n_to_stream(const Family & family, int n_missing, const Settings & settings) const;
+    struct Measured { // the GPU's share whose time is not known yet
+        ExpertFamily * family = nullptr;
+        uint32_t       round  = 0;
+        int            n_streamed = 0;
+    };
+
+    void free_memory();
+    void warm_up(const Layer & layer);
+    void note_share(ActivationBridge & bridge);
+    void copy_expert(const Layer & layer, int expert, int slot);
+    int  decide(Layer & layer, int32_t * slots, int32_t * ids, int & n_cpu);
 
     ggml_backend_t                                experts_, cpu_;
     int64_t                                       cache_bytes_ = -1;
     int                                           generation_  = 0;
-    std::map<std::string, Family>                 families_;
+    std::map<std::string, ExpertFamily>           families_;
     std::vector<std::unique_ptr<Layer>>           layers_;
     std::unordered_map<const ggml_tensor *, int>  layer_of_; // by first weight
+    std::vector<HostCopy>                         copies_;   // of the round
+    Measured                                      last_;
     ExpertCounters                                counters_;
 };

@@ -82,8 +82,8 @@ class ExpertCopyBench {
     // Kernels must be loaded before one of them waits for the host: here nothing has to wait.
     void warm_up() {
         const uint32_t decided = ++round;
-        check(bridge->publish(down, decided) && bridge->decide_experts(graph, next_copies(), decided));
-        check(bridge->start_experts(graph, decided));
+        check(bridge->publish(down, decided) && bridge->decide_experts({graph}, next_copies(), decided));
+        check(bridge->start_experts({graph}, decided));
         bridge->mark_computed(decided);
         check(bridge->join_experts(join, decided) && bridge->fetch(down, decided) && bridge->publish(down, ++round));
         check(bridge->wait_published(round));
@@ -99,13 +99,13 @@ class ExpertCopyBench {
             check(with_experts ? bridge->join_experts(join, first) : bridge->fetch(down, first));
             check(bridge->publish(down, second));
         };
-        check(bridge->publish(down, first) && (!with_experts || bridge->start_experts(graph, first)));
+        check(bridge->publish(down, first) && (!with_experts || bridge->start_experts({graph}, first)));
         if (early) {
             go_on();
         }
         check(bridge->wait_published(first));
         const int64_t start = now_ns();
-        check(!with_experts || bridge->decide_experts(graph, next_copies(), first));
+        check(!with_experts || bridge->decide_experts({graph}, next_copies(), first));
         bridge->mark_computed(first);
         if (!early) {
             go_on();

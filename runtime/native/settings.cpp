@@ -29,6 +29,7 @@ static int64_t * find_option(Settings & settings, const char * name) {
         {"early_launch", &settings.early_launch}, {"statistics", &settings.statistics},
         {"max_pinned_bytes", &settings.max_pinned_bytes},
         {"expert_cache_bytes", &settings.expert_cache_bytes}, {"expert_cpu_ns", &settings.expert_cpu_ns},
+        {"expert_cpu_base_ns", &settings.expert_cpu_base_ns},
         {"expert_link_ns", &settings.expert_link_ns}, {"expert_link_latency_ns", &settings.expert_link_latency_ns},
     };
     for (const auto & option : options) {

@@ -25,7 +25,8 @@ struct Settings {
 
     // Expert by expert decoding, for expert blocks whose weights are all of class ATS_CPU. Off unless both times are set.
     int64_t expert_cache_bytes    = 0; // VRAM for hot experts
-    int64_t expert_cpu_ns         = 0; // one expert computed on the CPU
+    int64_t expert_cpu_ns         = 0; // one more expert computed on the CPU
+    int64_t expert_cpu_base_ns    = 0; // beyond that, once per block
     int64_t expert_link_ns        = 0; // one expert copied to VRAM
     int64_t expert_link_latency_ns = 0; // of the GPU's share beyond its copies
 

@@ -1,9 +1,10 @@
 // The zero-copy bridge: small kernels on the compute stream that read and write mapped pinned memory.
 #include "bridge.h"
+#include "clock.h"
 #include "cuda_stream.h"
 
-#include <chrono>
 #include <cuda_runtime.h>
+#include <new>
 #include <stdlib.h>
 #include <string.h>
 
@@ -72,24 +73,55 @@ __global__ void fetch_kernel(Segments segments, const volatile unsigned * comput
 constexpr int    copy_blocks = 16; // fill a PCIe 5 x16 link; more were slower beside other work
 constexpr size_t copy_chunk  = 16 * 1024;
 
-// In pinned memory, written by the host for every expert block.
+// In pinned memory, written by the host for every expert block. A list of another round is not carried out: that round
+// was given up.
 struct CopyList {
-    unsigned count;
+    unsigned round, count;
     HostCopy copies[max_expert_copies];
 };
+
+struct ShareTime { // in pinned memory, written by the GPU
+    unsigned           round;
+    unsigned long long ns;
+};
+
+__device__ unsigned long long global_ns() {
+    unsigned long long ns;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+    return ns;
+}
 
 __global__ void wait_kernel(const volatile unsigned * flag, unsigned round) {
     wait_for(flag, round);
     __threadfence_system();
 }
 
+// Before the GPU's share of an expert block: what it reads was copied.
+__global__ void begin_share_kernel(const volatile unsigned * decided, const volatile unsigned * copied, unsigned round,
+                                   unsigned long long * start_ns) {
+    wait_for(decided, round);
+    *start_ns = global_ns();
+    wait_for(copied, round);
+    __threadfence();
+}
+
+__global__ void end_share_kernel(const unsigned long long * start_ns, volatile ShareTime * time, volatile unsigned * done, unsigned round) {
+    time->ns = global_ns() - *start_ns;
+    __threadfence_system();
+    time->round = round;
+    __threadfence_system();
+    *done = round;
+}
+
 // Weights of several experts at once: the SMs read pinned memory themselves, without a copy engine's start per piece.
-__global__ void copy_list_kernel(const CopyList * list) {
+// The last block to finish sets `copied`. `arrived` counts blocks and returns to zero.
+__global__ void copy_list_kernel(const CopyList * list, unsigned * arrived, volatile unsigned * copied, unsigned round) {
     __shared__ CopyList local;
     constexpr unsigned  words_per_copy = sizeof(HostCopy) / sizeof(size_t);
     static_assert(sizeof(HostCopy) == 3 * sizeof(size_t), "copied word by word");
     if (threadIdx.x == 0) {
-        local.count = *const_cast<const volatile unsigned *>(&list->count);
+        const volatile CopyList * written = list;
+        local.count                       = written->round == round ? written->count : 0;
     }
     __syncthreads();
     for (unsigned i = threadIdx.x; i < local.count * words_per_copy; i += blockDim.x) {
@@ -107,20 +139,29 @@ __global__ void copy_list_kernel(const CopyList * list) {
             char *       to    = static_cast<char *>(copy.target) + begin;
             const bool   wide  = (reinterpret_cast<size_t>(from) | reinterpret_cast<size_t>(to)) % sizeof(float4) == 0;
             const size_t n     = wide ? bytes / sizeof(float4) : 0;
-            for (size_t k = threadIdx.x; k < n; k += blockDim.x) {
+            size_t       k     = threadIdx.x;
+            for (; k + blockDim.x < n; k += 2 * blockDim.x) { // both reads are under way before the first write waits
+                const float4 first  = reinterpret_cast<const float4 *>(from)[k];
+                const float4 second = reinterpret_cast<const float4 *>(from)[k + blockDim.x];
+                reinterpret_cast<float4 *>(to)[k]              = first;
+                reinterpret_cast<float4 *>(to)[k + blockDim.x] = second;
+            }
+            for (; k < n; k += blockDim.x) {
                 reinterpret_cast<float4 *>(to)[k] = reinterpret_cast<const float4 *>(from)[k];
             }
-            for (size_t k = n * sizeof(float4) + threadIdx.x; k < bytes; k += blockDim.x) {
-                to[k] = from[k];
+            for (size_t rest = n * sizeof(float4) + threadIdx.x; rest < bytes; rest += blockDim.x) {
+                to[rest] = from[rest];
             }
         }
         chunk += n_chunks;
     }
-}
-
-__global__ void signal_kernel(volatile unsigned * flag, unsigned round) {
     __threadfence();
-    *flag = round;
+    __syncthreads();
+    if (threadIdx.x == 0 && atomicAdd(arrived, 1) == gridDim.x - 1) {
+        *arrived = 0;
+        __threadfence();
+        *copied = round;
+    }
 }
 
 // One block per column.
@@ -151,15 +192,16 @@ class ZeroCopyBridge final : public ActivationBridge {
         bridge->stream_         = find_stream(compute);
         bridge->experts_stream_ = find_stream(experts);
         const bool ok   = bridge->stream_ != nullptr && bridge->experts_stream_ != nullptr &&
-                        cudaHostAlloc(reinterpret_cast<void **>(&bridge->flags_), 3 * flag_stride, cudaHostAllocDefault) == cudaSuccess &&
-                        cudaHostAlloc(reinterpret_cast<void **>(&bridge->copy_list_), sizeof(CopyList), cudaHostAllocDefault) == cudaSuccess &&
-                        cudaMalloc(reinterpret_cast<void **>(&bridge->arrived_), 2 * flag_stride) == cudaSuccess &&
-                        cudaMemset(bridge->arrived_, 0, 2 * flag_stride) == cudaSuccess;
+                        create_first_stream(&bridge->copy_stream_) &&
+                        cudaHostAlloc(reinterpret_cast<void **>(&bridge->pinned_), sizeof(Pinned), cudaHostAllocDefault) == cudaSuccess &&
+                        cudaMalloc(reinterpret_cast<void **>(&bridge->device_), sizeof(Device)) == cudaSuccess &&
+                        cudaMemset(bridge->device_, 0, sizeof(Device)) == cudaSuccess && load_kernels();
         if (!ok) {
             cudaGetLastError();
             return nullptr;
         }
-        memset(bridge->flags_, 0, 3 * flag_stride);
+        new (bridge->pinned_) Pinned();
+        bridge->compute_         = compute;
         bridge->experts_         = experts;
         const char * blocking    = getenv("CUDA_LAUNCH_BLOCKING");
         bridge->launches_block_ = blocking != nullptr && strcmp(blocking, "0") != 0;
@@ -167,63 +209,46 @@ class ZeroCopyBridge final : public ActivationBridge {
     }
 
     ~ZeroCopyBridge() override {
-        for (cudaStream_t stream : {stream_, experts_stream_}) {
+        for (cudaStream_t stream : {stream_, experts_stream_, copy_stream_}) {
             if (stream != nullptr) {
                 cudaStreamSynchronize(stream);
             }
         }
-        cudaFree(arrived_);
-        cudaFreeHost(flags_);
-        cudaFreeHost(copy_list_);
+        if (copy_stream_ != nullptr) {
+            cudaStreamDestroy(copy_stream_);
+        }
+        cudaFree(device_);
+        cudaFreeHost(pinned_);
     }
 
     bool publish(const std::vector<Crossing> & crossings, uint32_t round) override {
-        size_t i = 0;
-        do { // several kernels only if there are more tensors than fit in one argument; the last one signals
-            Segments     segments = {};
-            const size_t last     = fill(segments, crossings, i, true);
-            const bool   signals  = last == crossings.size();
-            publish_kernel<<<blocks_for(segments), threads_per_block, 0, stream_>>>(segments, arrived_, signals ? published() : scratch(), round);
-            i = last;
-        } while (i < crossings.size());
-        return cudaPeekAtLastError() == cudaSuccess;
+        return publish(crossings, &pinned_->published.value, round);
     }
 
     bool wait_published(uint32_t round) override {
-        using clock = std::chrono::steady_clock;
-        auto deadline = clock::now() + std::chrono::milliseconds(500);
-        for (unsigned spins = 1; static_cast<int32_t>(*published() - round) < 0; spins++) {
-#if defined(__x86_64__)
-            __builtin_ia32_pause();
-#endif
-            if (spins % 65536 == 0 && clock::now() > deadline) { // a failed GPU never signals
-                const cudaError_t status = cudaStreamQuery(stream_);
-                if (status != cudaErrorNotReady && static_cast<int32_t>(*published() - round) < 0) {
-                    return false;
-                }
-                deadline = clock::now() + std::chrono::milliseconds(500);
+        while (!is_reached(pinned_->published, round, failure_check_ns)) { // a failed GPU never signals
+            if (cudaStreamQuery(stream_) != cudaErrorNotReady && !is_reached(pinned_->published, round, 0)) {
+                return false;
             }
         }
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
         return true;
     }
 
-    void mark_computed(uint32_t round) override {
-        __atomic_thread_fence(__ATOMIC_RELEASE);
-        *computed() = round;
-    }
+    void mark_computed(uint32_t round) override { set(pinned_->computed, round); }
 
     bool fetch(const std::vector<Crossing> & crossings, uint32_t round) override {
         for (size_t i = 0; i < crossings.size();) {
             Segments segments = {};
             i                 = fill(segments, crossings, i, false);
-            fetch_kernel<<<blocks_for(segments), threads_per_block, 0, stream_>>>(segments, computed(), round);
+            fetch_kernel<<<blocks_for(segments), threads_per_block, 0, stream_>>>(segments, &pinned_->computed.value, round);
         }
         return cudaPeekAtLastError() == cudaSuccess;
     }
 
     void abandon(uint32_t round) override {
-        *decided() = round;
+        set(pinned_->decided, round);
+        set(pinned_->decided_ahead, round);
+        n_ahead_decided_ = n_ahead_enqueued_;
         mark_computed(round);
     }
 
@@ -231,45 +256,137 @@ class ZeroCopyBridge final : public ActivationBridge {
 
     bool can_copy_within_gpu() const override { return true; }
 
-    bool start_experts(ggml_cgraph * graph, uint32_t round) override { return launches_block_ || enqueue_experts(graph, round); }
+    bool start_experts(const ExpertShare & share, uint32_t round) override {
+        if (share.prediction != nullptr) { // the compute stream has nothing else to do before it joins
+            if (ggml_backend_graph_compute_async(compute_, share.prediction) != GGML_STATUS_SUCCESS ||
+                !publish({share.predicted}, &pinned_->predicted.value, round)) {
+                return false;
+            }
+        }
+        return launches_block_ || enqueue_experts(share, round);
+    }
 
-    bool decide_experts(ggml_cgraph * graph, const std::vector<HostCopy> & copies, uint32_t round) override {
-        copy_list_->count = static_cast<unsigned>(copies.size());
-        memcpy(copy_list_->copies, copies.data(), copies.size() * sizeof(HostCopy));
-        __atomic_thread_fence(__ATOMIC_RELEASE);
-        *decided() = round;
-        return !launches_block_ || enqueue_experts(graph, round);
+    bool decide_experts(const ExpertShare & share, const std::vector<HostCopy> & copies, uint32_t round) override {
+        write(pinned_->copies, copies, round);
+        set(pinned_->decided, round);
+        return !launches_block_ || enqueue_experts(share, round);
+    }
+
+    int64_t share_ns(uint32_t round) override {
+        const volatile ShareTime & time = pinned_->share_time;
+        return time.round == round ? static_cast<int64_t>(time.ns) : 0;
+    }
+
+    bool can_predict() const override { return !launches_block_; }
+
+    bool wait_predicted(uint32_t round, int64_t max_ns) override { return is_reached(pinned_->predicted, round, max_ns); }
+
+    bool copy_ahead(const ExpertShare &, const std::vector<HostCopy> & copies, uint32_t round) override {
+        write(pinned_->ahead[n_ahead_decided_++ % 2], copies, round);
+        set(pinned_->decided_ahead, round);
+        return true;
     }
 
     bool join_experts(const ExpertJoin & join, uint32_t round) override {
         join_kernel<<<static_cast<unsigned>(join.result->ne[1]), threads_per_block, 0, stream_>>>(
             static_cast<char *>(join.result->data), join.result->nb[1], static_cast<const char *>(join.gpu_columns->data),
-            static_cast<const char *>(join.cpu_columns), join.columns, computed(), experts_done(), round);
+            static_cast<const char *>(join.cpu_columns), join.columns, &pinned_->computed.value, &device_->experts_done.value, round);
         return cudaPeekAtLastError() == cudaSuccess;
     }
 
   private:
-    static constexpr size_t flag_stride = 256; // bytes: every flag in a cache line of its own
+    static constexpr int64_t failure_check_ns = 500000000;
 
-    bool enqueue_experts(ggml_cgraph * graph, uint32_t round) {
-        wait_kernel<<<1, 1, 0, experts_stream_>>>(decided(), round);
-        copy_list_kernel<<<copy_blocks, threads_per_block, 0, experts_stream_>>>(copy_list_);
-        if (ggml_backend_graph_compute_async(experts_, graph) != GGML_STATUS_SUCCESS) {
-            return false;
+    struct alignas(256) Flag { // in a cache line of its own; rounds count up
+        volatile unsigned value = 0;
+    };
+
+    struct Pinned {
+        Flag      published, predicted, scratch; // by the GPU
+        Flag      computed, decided, decided_ahead; // by the host
+        ShareTime share_time;
+        CopyList  copies;
+        CopyList  ahead[2]; // in turn: the last one may still be waiting when the next one is written
+    };
+
+    struct Device {
+        Flag               copied, copied_ahead, experts_done;
+        unsigned           n_publishing, n_copying; // blocks that are through
+        unsigned long long share_start_ns;
+    };
+
+    static bool create_first_stream(cudaStream_t * stream) {
+        int last = 0, first = 0;
+        return cudaDeviceGetStreamPriorityRange(&last, &first) == cudaSuccess &&
+               cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, first) == cudaSuccess;
+    }
+
+    // CUDA loads a kernel when it is first used, and must not have to while others wait for the host.
+    static bool load_kernels() {
+        cudaFuncAttributes unused;
+        for (const void * kernel : {(const void *) publish_kernel, (const void *) fetch_kernel, (const void *) wait_kernel, (const void *) begin_share_kernel,
+                                    (const void *) end_share_kernel, (const void *) copy_list_kernel, (const void *) join_kernel}) {
+            if (cudaFuncGetAttributes(&unused, kernel) != cudaSuccess) {
+                return false;
+            }
         }
-        signal_kernel<<<1, 1, 0, experts_stream_>>>(experts_done(), round);
+        return true;
+    }
+
+    static void set(Flag & flag, uint32_t round) {
+        __atomic_thread_fence(__ATOMIC_RELEASE);
+        flag.value = round;
+    }
+
+    // Wait, that long at most.
+    static bool is_reached(const Flag & flag, uint32_t round, int64_t max_ns) {
+        const int64_t start = now_ns();
+        for (unsigned spins = 1; static_cast<int32_t>(flag.value - round) < 0; spins++) {
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#endif
+            if (spins % 64 == 0 && now_ns() - start >= max_ns) {
+                return false;
+            }
+        }
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        return true;
+    }
+
+    static void write(CopyList & list, const std::vector<HostCopy> & copies, uint32_t round) {
+        list.round = round;
+        list.count = static_cast<unsigned>(copies.size());
+        memcpy(list.copies, copies.data(), copies.size() * sizeof(HostCopy));
+    }
+
+    bool publish(const std::vector<Crossing> & crossings, volatile unsigned * published, uint32_t round) {
+        size_t i = 0;
+        do { // several kernels only if there are more tensors than fit in one argument; the last one signals
+            Segments     segments = {};
+            const size_t last     = fill(segments, crossings, i, true);
+            const bool   signals  = last == crossings.size();
+            publish_kernel<<<blocks_for(segments), threads_per_block, 0, stream_>>>(
+                segments, &device_->n_publishing, signals ? published : &pinned_->scratch.value, round);
+            i = last;
+        } while (i < crossings.size());
         return cudaPeekAtLastError() == cudaSuccess;
     }
 
-    volatile unsigned * published() { return flags_; }
-
-    volatile unsigned * scratch() { return flags_ + 1; }
-
-    volatile unsigned * experts_done() { return arrived_ + flag_stride / sizeof(unsigned); }
-
-    volatile unsigned * decided() { return flags_ + 2 * flag_stride / sizeof(unsigned); }
-
-    volatile unsigned * computed() { return flags_ + flag_stride / sizeof(unsigned); }
+    bool enqueue_experts(const ExpertShare & share, uint32_t round) {
+        wait_kernel<<<1, 1, 0, copy_stream_>>>(&pinned_->decided.value, round);
+        copy_list_kernel<<<copy_blocks, threads_per_block, 0, copy_stream_>>>(&pinned_->copies, &device_->n_copying, &device_->copied.value, round);
+        if (share.prediction != nullptr) {
+            wait_kernel<<<1, 1, 0, copy_stream_>>>(&pinned_->decided_ahead.value, round);
+            copy_list_kernel<<<copy_blocks, threads_per_block, 0, copy_stream_>>>(&pinned_->ahead[n_ahead_enqueued_++ % 2],
+                                                                                  &device_->n_copying, &device_->copied_ahead.value, round);
+        }
+        begin_share_kernel<<<1, 1, 0, experts_stream_>>>(&pinned_->decided.value, &device_->copied.value, round, &device_->share_start_ns);
+        if (ggml_backend_graph_compute_async(experts_, share.graph) != GGML_STATUS_SUCCESS) {
+            return false;
+        }
+        end_share_kernel<<<1, 1, 0, experts_stream_>>>(&device_->share_start_ns, &pinned_->share_time, &device_->experts_done.value, round);
+        return cudaPeekAtLastError() == cudaSuccess;
+    }
 
     static size_t fill(Segments & segments, const std::vector<Crossing> & crossings, size_t first, bool to_host) {
         size_t i = first;
@@ -291,12 +408,14 @@ class ZeroCopyBridge final : public ActivationBridge {
         return blocks < 1 ? 1 : blocks > max_blocks ? max_blocks : static_cast<int>(blocks);
     }
 
+    ggml_backend_t compute_        = nullptr;
     ggml_backend_t experts_        = nullptr;
     cudaStream_t   stream_         = nullptr;
     cudaStream_t   experts_stream_ = nullptr;
-    unsigned *     flags_          = nullptr; // in pinned memory
-    CopyList *     copy_list_      = nullptr; // likewise
-    unsigned *     arrived_        = nullptr; // in VRAM
+    cudaStream_t   copy_stream_    = nullptr; // experts on their way, in the order of their use
+    Pinned *       pinned_         = nullptr;
+    Device *       device_         = nullptr; // in VRAM
+    unsigned       n_ahead_enqueued_ = 0, n_ahead_decided_ = 0;
     bool           launches_block_ = false;
 };
 

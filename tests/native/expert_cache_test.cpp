@@ -1,5 +1,6 @@
-// The policy of the expert cache: counts fade, the least used one goes, and what is in use stays.
+// The policy of the expert cache: counts fade, the least used one goes, and what is in use stays. And what is learnt of times.
 #include "expert_cache.h"
+#include "time_curve.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -11,109 +12,134 @@ static void check(bool ok, const char * what) {
     }
 }
 
+// Two layers of three experts.
+static ExpertCache make_cache(int n_slots) {
+    ExpertCache cache(n_slots);
+    check(cache.add_layer(3) == 0 && cache.add_layer(3) == 3, "experts are numbered through all layers");
+    return cache;
+}
+
 // One layer of one token: uses the experts, and admits those that are missing. Returns the number of hits.
-static int route(ExpertCache & cache, int layer, const int * experts, int n) {
+static int route(ExpertCache & cache, const int * experts, int n) {
     int hits = 0;
     cache.begin_round();
     for (int i = 0; i < n; i++) {
-        hits += cache.use({layer, experts[i]}) >= 0;
+        hits += cache.use(experts[i]) >= 0;
     }
     for (int i = 0; i < n; i++) {
-        if (cache.use({layer, experts[i]}) < 0) {
-            cache.admit({layer, experts[i]});
+        if (cache.use(experts[i]) < 0) {
+            cache.admit(experts[i]);
         }
     }
     return hits;
 }
 
 static void test_slots_fill_before_anything_is_replaced() {
-    ExpertCache cache(3);
+    ExpertCache cache = make_cache(3);
     for (int expert = 0; expert < 3; expert++) {
         cache.begin_round();
-        check(cache.use({0, expert}) == -1, "an empty cache holds nothing");
-        check(cache.admit({0, expert}) == expert, "empty slots are taken in order");
+        check(cache.use(expert) == -1, "an empty cache holds nothing");
+        check(cache.admit(expert) == expert, "empty slots are taken in order");
     }
     for (int expert = 0; expert < 3; expert++) {
         cache.begin_round();
-        check(cache.use({0, expert}) == expert, "what was admitted is found");
-        check(cache.use({1, expert}) == -1, "layers are apart");
+        check(cache.use(expert) == expert, "what was admitted is found");
+        check(cache.use(3 + expert) == -1, "layers are apart");
     }
 }
 
 static void test_the_least_used_one_goes() {
-    ExpertCache cache(2);
+    ExpertCache cache = make_cache(2);
     const int   often[] = {0}, seldom[] = {1}, rival[] = {2};
-    route(cache, 0, often, 1);
-    route(cache, 0, seldom, 1);
+    route(cache, often, 1);
+    route(cache, seldom, 1);
     for (int i = 0; i < 5; i++) {
-        check(route(cache, 0, often, 1) == 1, "a cached expert is a hit");
+        check(route(cache, often, 1) == 1, "a cached expert is a hit");
     }
     for (int i = 0; i < 3; i++) {
-        route(cache, 0, rival, 1);
+        route(cache, rival, 1);
     }
-    check(route(cache, 0, rival, 1) == 1, "an expert used more often than the least used one replaces it");
-    check(route(cache, 0, often, 1) == 1, "the most used one stays");
-    check(route(cache, 0, seldom, 1) == 0, "the least used one is gone");
+    check(route(cache, rival, 1) == 1, "an expert used more often than the least used one replaces it");
+    check(route(cache, often, 1) == 1, "the most used one stays");
+    check(route(cache, seldom, 1) == 0, "the least used one is gone");
 }
 
 static void test_equals_do_not_replace_each_other() {
-    ExpertCache cache(1);
+    ExpertCache cache = make_cache(1);
     const int   a[] = {0}, b[] = {1};
-    route(cache, 0, a, 1);
-    route(cache, 0, b, 1);
-    check(route(cache, 0, a, 1) == 1, "as many uses are not enough to replace");
+    route(cache, a, 1);
+    route(cache, b, 1);
+    check(route(cache, a, 1) == 1, "as many uses are not enough to replace");
 }
 
 static void test_what_this_round_uses_stays() {
-    ExpertCache cache(1);
+    ExpertCache cache = make_cache(1);
     const int   a[] = {0}, b[] = {1};
-    route(cache, 0, a, 1);
+    route(cache, a, 1);
     for (int i = 0; i < 4; i++) {
         cache.begin_round();
-        cache.use({0, 1}); // many uses of another, without copying it
+        cache.use(1); // many uses of another, without copying it
     }
     cache.begin_round();
-    check(cache.use({0, 0}) == 0, "still there");
-    cache.use({0, 1});
-    check(cache.admit({0, 1}) == -1, "the slot is in use in this round");
-    check(route(cache, 0, b, 1) == 0, "not admitted in that round");
-    check(route(cache, 0, b, 1) == 1, "but in the next one");
+    check(cache.use(0) == 0, "still there");
+    cache.use(1);
+    check(cache.admit(1) == -1, "the slot is in use in this round");
+    check(route(cache, b, 1) == 0, "not admitted in that round");
+    check(route(cache, b, 1) == 1, "but in the next one");
 }
 
 static void test_old_uses_fade() {
-    ExpertCache cache(1);
+    ExpertCache cache = make_cache(1);
     const int   old[] = {0}, recent[] = {1};
     for (int i = 0; i < 100; i++) {
-        route(cache, 0, old, 1);
+        route(cache, old, 1);
     }
     const int idle = 400000; // rounds; many uses are worth e^-8 then
     for (int i = 0; i < idle; i++) {
         cache.begin_round();
     }
-    route(cache, 0, recent, 1);
-    check(route(cache, 0, recent, 1) == 1, "one use now is worth more than a hundred long ago");
+    route(cache, recent, 1);
+    check(route(cache, recent, 1) == 1, "one use now is worth more than a hundred long ago");
 }
 
 static void test_ageing_does_not_overflow() {
-    ExpertCache cache(2);
+    ExpertCache cache = make_cache(2);
     const int   a[] = {0}, b[] = {1};
-    route(cache, 0, a, 1);
-    route(cache, 0, b, 1);
+    route(cache, a, 1);
+    route(cache, b, 1);
     const int n_rounds = 12000000; // the weight passes its limit
     for (int i = 0; i < n_rounds; i++) {
         cache.begin_round();
     }
-    check(route(cache, 0, a, 1) == 1 && cache.score({0, 0}) > cache.score({0, 1}), "scores stay comparable");
-    check(cache.score({0, 0}) < 1e101, "scores stay finite");
+    check(route(cache, a, 1) == 1 && cache.score(0) > cache.score(1), "scores stay comparable");
+    check(cache.score(0) < 1e101, "scores stay finite");
 }
 
 static void test_no_slots() {
-    ExpertCache cache(0);
+    ExpertCache cache = make_cache(0);
     const int   a[] = {0};
-    check(route(cache, 0, a, 1) == 0 && route(cache, 0, a, 1) == 0, "no slots, no hits");
+    check(route(cache, a, 1) == 0 && route(cache, a, 1) == 0, "no slots, no hits");
+}
+
+static void test_times_are_learnt() {
+    TimeCurve curve({0, 10, 20, 30, 40});
+    check(curve.at(2) == 20, "the prior comes first");
+    for (int i = 0; i < 1000; i++) {
+        curve.add(2, 40);
+    }
+    check(curve.at(2) > 39.9 && curve.at(2) < 40.1, "measurements replace it");
+    check(curve.at(3) > 50 && curve.at(1) > 18 && curve.at(4) > 60, "neighbours follow, so that no prior is left alone");
+    const double before = curve.at(2);
+    curve.add(2, 1e9);
+    check(curve.at(2) < 1.06 * before, "an interruption says little");
+    for (int i = 0; i < 2000; i++) {
+        curve.add(3, 15);
+    }
+    check(curve.at(2) < 12, "a mean that is not measured any more follows its neighbours");
 }
 
 int main() {
+    test_times_are_learnt();
     test_slots_fill_before_anything_is_replaced();
     test_the_least_used_one_goes();
     test_equals_do_not_replace_each_other();

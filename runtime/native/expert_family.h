@@ -1,0 +1,36 @@
+// Blocks of experts of the same types and shapes share memory: slots for experts, and scratch for one block at a time.
+#pragma once
+
+#include "expert_block.h"
+#include "expert_cache.h"
+#include "time_curve.h"
+
+#include "ggml-cpp.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+struct ExpertFamily {
+    static std::string key_of(const ExpertBlock & block);
+
+    // Bytes of a context for `n_graphs` graphs of the block.
+    static size_t graph_bytes(const ExpertBlock & block, size_t n_graphs);
+
+    // False: out of memory.
+    bool allocate(const ExpertBlock & block, int n_slots, ggml_backend_t gpu);
+
+    // The block's nodes for n_columns experts, on this memory: the GPU's reads the slots, the CPU's the weights.
+    ggml_cgraph * build_graph(ggml_context * context, const ExpertBlock & block, int64_t n_columns, bool on_gpu) const;
+
+    int n_used() const { return static_cast<int>(routed_ids->ne[0]); }
+
+    std::unique_ptr<ExpertCache> cache;
+    ggml_context_ptr             context;
+    ggml_backend_buffer_ptr      device, host;
+    std::vector<ggml_tensor *>   slots; // per weight of a block: (n_in, n_out, the cache's + those for one use)
+    std::vector<ggml_tensor *>   gpu_results, cpu_results; // per node of a block, n_used columns
+    ggml_tensor *                gpu_x, *gpu_ids, *cpu_x, *cpu_ids, *routed_ids, *columns;
+    TimeCurve                    cpu_ns; // of n experts computed on the CPU
+    TimeCurve                    gpu_ns; // of the GPU's share with n experts to copy
+};
