@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING
 from runtime.supervise import supervise
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import typer
 
     from planner.hardware import Hardware, Software
+    from planner.measurements import Profile
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells do
 
@@ -61,7 +64,7 @@ def make_app() -> "typer.Typer":
         add_completion=False,
     )
     register_profiler(app)
-    register_planner(app, lambda: detect("auto")[0])
+    register_planner(app, lambda: detect("auto")[0], describe)
     register_runtime(app, detect)
 
     @app.callback(invoke_without_command=True)
@@ -81,6 +84,13 @@ def detect(device: str) -> tuple["Hardware", "Software"]:
     from profiler.detect import detect_hardware, detect_software, resolve_device
 
     return detect_hardware(resolve_device(device) if device == "auto" else device), detect_software()
+
+
+def describe(model: "Path", n_context: int, n_ubatch: int) -> "Profile":
+    """Return a model's graph and memory. Only llama.cpp knows, and the planner, which must not load it, asks so."""
+    from profiler.suite import describe_model
+
+    return describe_model(model, n_context, n_ubatch)
 
 
 def _report(error: Exception) -> int:

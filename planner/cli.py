@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,8 @@ from .workload import PRESETS, Workload, parse_kv_types
 
 DEFAULT_PRESET = "chat"
 
+Describe = Callable[[Path, int, int], Profile]  # a model's graph and memory for so many tokens of context and batch
+
 
 class Preset(StrEnum):
     chat = "chat"
@@ -46,7 +49,9 @@ Source = Annotated[
 HardwareFile = Annotated[
     Path | None,
     typer.Option(
-        "--hardware", help="Plan for the machine of this profile of the model.", show_default="the profile's, here"
+        "--hardware",
+        help="Plan for the machine of this profile; one of another model gives estimates.",
+        show_default="the profile's, here",
     ),
 ]
 NContext = Annotated[int | None, typer.Option("--ctx", min=1, help="Context in tokens.", show_default="the profile's")]
@@ -60,8 +65,8 @@ KvType = Annotated[str, typer.Option("--kv-type", help="Type of the KV cache: q8
 Objective = Annotated[ObjectiveChoice, typer.Option(help="joint: CPU, link and GPU together; paper: VRAM or CPU only.")]
 
 
-def register(app: typer.Typer, here: Here | None = None) -> None:
-    """Add the commands to `app`. `here` tells what machine this is, for shared plans."""
+def register(app: typer.Typer, here: Here | None = None, describe: Describe | None = None) -> None:
+    """Add the commands to `app`. `here` tells what machine this is, `describe` what a model consists of."""
     register_plans(app, here)
 
     @app.command(
@@ -89,7 +94,7 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
     ) -> None:
         """Place every tensor of a profiled model under a VRAM budget."""
         budget_bytes, kv_types = parse_size(vram), parse_kv_types(kv_type)
-        profile = find_source(source, here, hardware_file)
+        profile = find_source(source, here, hardware_file, describe)
         workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate, kv_types)
         plan, is_cached = solve_cached(profile, budget_bytes, workload, objective, check=check, force=force)
         write_record(out, plan)
@@ -123,7 +128,7 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
         from . import sweep as sweeping
 
         budgets, kv_types = sweeping.parse_range(vram, n_steps), parse_kv_types(kv_type)
-        profile = sweeping.with_memory(find_source(source, here, hardware_file), budgets[-1])
+        profile = sweeping.with_memory(find_source(source, here, hardware_file, describe), budgets[-1])
         workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate, kv_types)
         console = Console()
         points = []
@@ -181,20 +186,31 @@ def register(app: typer.Typer, here: Here | None = None) -> None:
         show_plan(record, profile, timeline=timeline, html=html, png=png)
 
 
-def find_source(source: Path | None, here: Here | None = None, hardware_file: Path | None = None) -> Profile:
+def find_source(
+    source: Path | None,
+    here: Here | None = None,
+    hardware_file: Path | None = None,
+    describe: Describe | None = None,
+) -> Profile:
     """Return the profile that the arguments mean: a file, the last one, or a model's from the cache or the library.
 
     `hardware_file` is a profile measured on the machine to plan for. Raises AtsplanError.
     """
     if hardware_file is not None:
         profile = read_record(hardware_file, Profile)
-        model = read_model_info(source) if source else profile.model
-        if model.fingerprint != profile.model.fingerprint:
-            raise MismatchError(
-                f"{hardware_file} is a profile of {profile.model.name}, not of {model.name}.",
-                "Speeds depend on the model: ask for a profile of this one.",
-            )
-        return profile
+        if source is None:
+            return profile
+        described = None if is_gguf(source) else read_record(source, Profile)
+        model = described.model if described else read_model_info(source)
+        if model.fingerprint == profile.model.fingerprint:
+            return profile
+        if described is None and describe is not None:
+            described = describe(source, profile.n_context, profile.n_ubatch)
+        if described is None:
+            raise MismatchError(f"{hardware_file} is a profile of {profile.model.name}, not of {model.name}.")
+        from .borrowed import borrow
+
+        return borrow(described, profile)
     if source is None:
         last = cache.last_profile()
         if last is None:

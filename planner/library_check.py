@@ -41,6 +41,8 @@ def _shared_problems(path: Path, record: Plan | Profile) -> Iterator[str]:
         yield f"it belongs into the folder {expected}"
     if record.is_simulated:
         yield "its timings are simulated"
+    if isinstance(record, Profile) and record.rates_from:
+        yield "its speeds are estimated"
     if "/" in record.model.file_name:
         yield "the model's file name holds a folder"
     if isinstance(record, Profile) and record.state.gpu_uuid:

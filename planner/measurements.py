@@ -209,6 +209,7 @@ class Profile:
     notes: tuple[str, ...] = field(default=())  # flagged series and other warnings
     experts: tuple[ExpertTiming, ...] = ()
     routing: Routing | None = None  # None: not measured, every expert is assumed to be used equally often
+    rates_from: str = ""  # the model from whose times those of this one are estimated; "" where they were measured
     schema_version: int = PROFILE_SCHEMA_VERSION
 
     @property

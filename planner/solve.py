@@ -174,6 +174,9 @@ def _check_inputs(profile: Profile, workload: Workload) -> list[str]:
     notes = []
     if profile.is_simulated:
         notes.append("Made from simulated GPU timings: the speeds say nothing about a real GPU.")
+    if profile.rates_from:
+        notes.append(f"Speeds are estimated: they were measured there with another model, {profile.rates_from}.")
+        notes += profile.notes
     if (workload.type_k, workload.type_v) != (Workload.type_k, Workload.type_v):
         notes.append(f"Attention was timed with a KV cache of {Workload.type_k}.")
     if workload.n_context > profile.model.n_context_train > 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from planner.errors import AtsplanError, DeviceError
 from planner.gguf_model import GgufModel, model_info, read_gguf
-from planner.hardware import Cpu
+from planner.hardware import Cpu, MachineState
 from planner.measurements import (
     Contention,
     CrossingTiming,
@@ -129,6 +129,20 @@ def profile_model(
 def _inspected_device(device: str) -> str:
     """Return the native helper's device: it always has one, though not always one to measure."""
     return "sim" if device == "none" else device
+
+
+def describe_model(path: str | os.PathLike[str], n_context: int, n_ubatch: int) -> Profile:
+    """Return a profile without times: the model's graph and memory, for at most `n_context` tokens. Takes seconds."""
+    model = read_gguf(path)
+    info = model_info(model)
+    settings = Settings("none", (), min(n_context, info.n_context_train), n_ubatch)
+    inspection, memory, notes = _inspect(model.paths[0], "sim", settings, info.n_context_train)
+    return Profile(
+        model=info, hardware=detect_hardware("none"), software=detect_software(), state=MachineState(),
+        n_context=settings.n_context, n_ubatch=n_ubatch, is_simulated=False,
+        weights=inspection.weights_decode, kernels=(), glue=(), link=(), crossings=(), host=(), contention=(),
+        memory=memory, device_overhead_bytes=0, notes=tuple(notes),
+    )  # fmt: skip
 
 
 def _cold_bytes(cpu: Cpu) -> int:

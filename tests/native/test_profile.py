@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from planner import cache
+from planner.borrowed import borrow
 from planner.cli import make_workload
 from planner.errors import AtsplanError, DeviceError, InvalidFileError
 from planner.measurements import Profile
@@ -21,7 +22,7 @@ from planner.solve import solve
 from planner.units import MIB
 from planner.workload import Workload, parse_kv_types
 from profiler import cli, commands, jobs, suite
-from profiler.suite import Settings, profile_model, with_kv_types
+from profiler.suite import Settings, describe_model, profile_model, with_kv_types
 from profiler.synthetic_model import write_synthetic_model
 from runtime.engine import Engine, PlanEngine
 from runtime.library import load
@@ -100,6 +101,14 @@ def test_a_plan_with_another_kv_cache(
     expected = logits_of(Engine(library, smollm2, LoadSettings(256, N_UBATCH, 1, type_k, type_v)))
     with PlanEngine(library, smollm2, plan) as engine:
         np.testing.assert_array_equal(logits_of(engine), expected)
+
+
+def test_a_model_is_described_as_a_profile_describes_it(smollm2: Path, profile: Profile) -> None:
+    described = describe_model(smollm2, 256, N_UBATCH)
+    assert (described.model, described.weights, described.memory) == (profile.model, profile.weights, profile.memory)
+    assert described.kernels == described.glue == ()
+    plan = solve(borrow(described, profile), 100 * MIB, Workload(100, 100, 256, N_UBATCH))
+    assert plan.notes[1].startswith("Speeds are estimated")
 
 
 def test_a_kv_cache_that_the_profile_does_not_know(profile: Profile) -> None:

@@ -104,3 +104,28 @@ def test_solving_for_another_machine(
     monkeypatch.setattr(cli, "read_model_info", lambda path: replace(profile.model, name="Other", fingerprint="x"))
     with pytest.raises(MismatchError, match="is a profile of Tiny, not of Other"):
         run("solve", "model.gguf", "--hardware", profile_file, "--vram", "600M")
+
+
+@pytest.mark.parametrize("source", ["model.gguf", "other.json"])
+def test_solving_for_another_machine_with_a_profile_of_another_model(
+    profile: Profile, profile_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    other = synthetic_profile(replace(TINY, name="Other", n_layers=3))
+    write_record(tmp_path / "other.json", other)
+    asked = []
+
+    def describe(*question: object) -> Profile:
+        asked.append(question)
+        return other
+
+    monkeypatch.setattr(cli, "read_model_info", lambda path: other.model)
+    app = typer.Typer()
+    cli.register(app, None, describe)
+    arguments = ["solve", source, "--hardware", profile_file, "--vram", "600M"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "Note: Speeds are estimated: they were measured there with another model, Tiny." in " ".join(
+        result.output.split()
+    )
+    plan = read_record(tmp_path / "plan.json", Plan)
+    assert (plan.model, plan.hardware) == (other.model, profile.hardware)
+    assert asked == ([(Path(source), 4096, 512)] if source == "model.gguf" else [])
