@@ -31,16 +31,15 @@ def call(module: str, request: Any, *, purpose: str, timeout_seconds: float) -> 
 
     Raises the child's own AtsplanError, or, if the child dies, one that starts with `purpose` ("Cannot do this").
     """
-    python_path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
     try:
         child = subprocess.run(
-            [sys.executable, "-P", "-m", module],  # -P: not from the current folder
+            command(module),
             input=json.dumps(request),
             capture_output=True,
             encoding="utf-8",
             errors="replace",
             timeout=timeout_seconds,
-            env=os.environ | {"GGML_NO_BACKTRACE": "1", "PYTHONPATH": python_path, "PYTHONIOENCODING": "utf-8"},
+            env=environment(),
             check=False,
         )
     except subprocess.TimeoutExpired as error:
@@ -54,6 +53,16 @@ def call(module: str, request: Any, *, purpose: str, timeout_seconds: float) -> 
         raise _ERRORS[kind](message, remedy)
     how = signal.Signals(-child.returncode).name if child.returncode < 0 else f"exit status {child.returncode}"
     raise AtsplanError(f"{purpose}: {last_problem(child.stderr.splitlines()) or how}")
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-P", "-m", module, *arguments]  # -P: not from the current folder
+
+
+def environment() -> dict[str, str]:
+    """Return the variables for a child that is to find this package."""
+    python_path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"GGML_NO_BACKTRACE": "1", "PYTHONPATH": python_path, "PYTHONIOENCODING": "utf-8"}
 
 
 def answer(function: Callable[[Any], object]) -> int:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from planner.errors import UsageError
 from planner.examples import examples
 from planner.hardware import Hardware, Software
 
@@ -103,24 +104,44 @@ def register(app: typer.Typer, detect: Detect) -> None:
             "atsplan bench --plan plan.json",
             "atsplan bench --plan plan.json --against llama.cpp --depth 0,2048 --json bench.json",
             "atsplan bench --plan plan.json --ablate",
+            "atsplan bench --plan plan.json --pressure --json pressure.json --png pressure.png",
         ),
     )
     def bench_command(
         plan_path: Annotated[Path, typer.Option("--plan", help="The plan to measure.")],
         against: Annotated[Against | None, typer.Option("--against", help="Measure this too, same budget.")] = None,
         ablate: Annotated[bool, typer.Option("--ablate", help="Measure also without each part of the engine.")] = False,
+        pressure: Annotated[
+            bool, typer.Option("--pressure", help="Measure only this: the plan under load, adaptive and static.")
+        ] = False,
         n_prompt: Annotated[int, typer.Option("--prompt", min=1, help="Prompt tokens.")] = 512,
         n_generate: Annotated[int, typer.Option("--generate", min=1, help="Decoded tokens.")] = 128,
         depths: Annotated[str, typer.Option("--depth", help="Tokens already in the context, e.g. 0,4096.")] = "0",
         n_repeat: Annotated[int, typer.Option("--repeat", min=1, help="Repetitions.")] = 5,
         model: Annotated[Path | None, typer.Option("--model", help="The GGUF file, if it has moved.")] = None,
         json_path: Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")] = None,
+        phase_seconds: Annotated[
+            float, typer.Option(min=0.1, max=3600, help="With --pressure: under each load; without one, half of it.")
+        ] = 20.0,
+        png: Annotated[Path | None, typer.Option(help="With --pressure: draw both runs into this PNG file.")] = None,
         static: Annotated[bool, typer.Option("--static", help="Keep to the plan, whatever the load.")] = False,
         anyway: Annotated[bool, typer.Option("--anyway", help="Measure a plan made for another machine.")] = False,
     ) -> None:
         """Measure a plan's speed and memory beside its prediction, and beside plain llama.cpp."""
-        from .commands import bench_plan
+        from .commands import bench_plan, pressure_plan
 
+        if pressure:
+            if against is not None or ablate or static:
+                raise UsageError(
+                    "--pressure measures the plan alone, adaptive and static.", "Leave --against, --ablate, --static."
+                )
+            pressure_plan(
+                plan_path, model, detect,
+                phase_seconds=phase_seconds, json_path=json_path, png_path=png, anyway=anyway,
+            )  # fmt: skip
+            return
+        if png is not None:
+            raise UsageError("--png draws a measurement under load.", "Add --pressure.")
         bench_plan(
             plan_path, model, detect,
             n_prompt=n_prompt, n_generate=n_generate, depths_text=depths, n_repeat=n_repeat,

@@ -18,7 +18,10 @@ from planner.errors import AtsplanError, MismatchError, UsageError
 from planner.gguf_model import read_model_info
 from planner.hardware import Hardware, Software
 from planner.plan import Plan
+from planner.pressure import pressure_view
+from planner.pressure_picture import write_pressure_png
 from planner.records import read_record, write_record
+from planner.terminal import say
 from planner.units import format_size
 
 from . import verify
@@ -32,6 +35,7 @@ from .engine import PlanEngine
 from .host_memory import available_memory_bytes
 from .library import load
 from .nvml import VramMeter
+from .pressure import measure_pressure
 from .report import RunFigures, describe, describe_changes
 from .sampling import Sampler
 from .session import OnProgress
@@ -73,12 +77,12 @@ def run_plan(
             return
         figures = complete(engine, prompt, n_tokens, sampler, _write, context_shift=context_shift)
         if engine.n_tokens == engine.n_context and not context_shift:
-            _say(
+            say(
                 f"The context of {engine.n_context} tokens is full. --context-shift goes on and forgets its older half."
             )
         if wants_statistics:
             figures = replace(figures, peak_vram_bytes=vram.used_bytes(engine.accounted_vram_bytes(engine.helper)))
-            _say("\n".join([*describe(figures, plan), *describe_changes(engine.load.changes, is_adaptive=is_adaptive)]))
+            say("\n".join([*describe(figures, plan), *describe_changes(engine.load.changes, is_adaptive=is_adaptive)]))
 
 
 def bench_plan(
@@ -101,16 +105,39 @@ def bench_plan(
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model)
     machine = check_machine(plan, detect, anyway=anyway)
-    native_helper(_say)  # here, where it can say what takes so long
+    native_helper(say)  # here, where it can say what takes so long
     result = bench(
         plan, plan_path, model_path, machine,
         n_prompt=n_prompt, n_generate=n_generate, depths=depths, n_repeat=n_repeat,
-        against_plain=against_plain, ablate=ablate, is_adaptive=is_adaptive, report=_say,
+        against_plain=against_plain, ablate=ablate, is_adaptive=is_adaptive, report=say,
     )  # fmt: skip
     if json_path is not None:
         write_record(json_path, result)
     Console().print(table(result))
     _write("\n".join(remarks(result)) + "\n")
+
+
+def pressure_plan(
+    plan_path: Path,
+    model: Path | None,
+    detect: Detect,
+    *,
+    phase_seconds: float,
+    json_path: Path | None,
+    png_path: Path | None,
+    anyway: bool,
+) -> None:
+    """Print what following the load was worth, and write the measurement and its picture. Raises AtsplanError."""
+    plan = read_record(plan_path, Plan)
+    model_path = verify.find_model(plan, plan_path, model)
+    machine = check_machine(plan, detect, anyway=anyway)
+    native_helper(say)
+    result = measure_pressure(plan_path, model_path, machine, phase_seconds=phase_seconds, report=say)
+    Console().print(pressure_view(result))
+    if json_path is not None:
+        write_record(json_path, result)
+    if png_path is not None:
+        write_pressure_png(png_path, result)
 
 
 def find_shared_plan(model: Path | None, detect: Detect) -> Path:
@@ -128,7 +155,7 @@ def find_shared_plan(model: Path | None, detect: Detect) -> Path:
     ]
     if fitting:
         best = max(fitting, key=lambda entry: entry.record.vram.budget_bytes)
-        _say(f"Using the shared plan {best.path}.")
+        say(f"Using the shared plan {best.path}.")
         return best.path
     remedy = f"Make one: atsplan profile {model}, then atsplan solve --vram 6G."
     if entries:
@@ -149,14 +176,14 @@ def check_machine(plan: Plan, detect: Detect, *, anyway: bool) -> tuple[Hardware
     """Return what runs here. Raises MismatchError if the plan was made for other software, or another machine."""
     hardware, software = detect(plan.device)
     verify.check_software(plan, software)
-    differences = verify.hardware_differences(plan, hardware)
+    differences = library.differences(plan.hardware, hardware)
     if differences and not anyway:
         raise MismatchError(
             f"The plan was made for another machine ({'; '.join(differences)}).",
             "Profile and solve here, or use --anyway: the text will be right, the speed may not.",
         )
     for difference in differences:
-        _say(f"Warning: {difference}")
+        say(f"Warning: the plan is for {difference}.")
     return hardware, software
 
 
@@ -167,7 +194,7 @@ def open_plan(
     """Verify everything the plan relies on, then load it. Raises AtsplanError."""
     hardware, _ = check_machine(plan, detect, anyway=anyway)
     vram = VramMeter()
-    library = load(plan.device, _say)
+    library = load(plan.device, say)
     free, total = Helper(library.ats).device_memory()
     available_bytes = available_memory_bytes()
     verify.check_memory(plan, free if total else None, available_bytes or None)
@@ -178,12 +205,12 @@ def open_plan(
     with engine:
         unpinned_bytes = engine.statistics().unpinned_bytes
         if unpinned_bytes:
-            _say(
+            say(
                 f"Warning: {format_size(unpinned_bytes)} of weights in host memory could not be pinned; they are slow. "
                 "Close programs, or solve again with a larger --vram."
             )
         if engine.unsupported_ops:
-            _say(f"Warning: the GPU leaves to the CPU what it cannot compute: {', '.join(engine.unsupported_ops)}.")
+            say(f"Warning: the GPU leaves to the CPU what it cannot compute: {', '.join(engine.unsupported_ops)}.")
         vram.watch(engine.pci_bus_id(plan.device))
         yield engine, vram, hardware
 
@@ -199,7 +226,7 @@ def _traced(engine: PlanEngine, plan: Plan, hardware: Hardware, path: Path | Non
             yield
         finally:
             write_record(path, engine.load.trace(hardware, card.samples))
-            _say(f"The trace is in {path}. See it with: atsplan show {path}")
+            say(f"The trace is in {path}. See it with: atsplan show {path}")
 
 
 def complete(
@@ -266,7 +293,3 @@ def _read_line() -> str | None:
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

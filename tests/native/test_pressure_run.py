@@ -1,0 +1,172 @@
+"""A plan under real loads on the simulated device: what the processes do, when, and what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from planner.errors import DeviceError, UsageError
+from planner.plan import Plan
+from planner.pressure import CPU_LOAD, LINK_LOAD, QUIET, PressureResult
+from planner.records import read_record, write_record
+from runtime import child, pressure_worker
+from runtime.inspect_model import inspect_model
+from runtime.load import Load
+from runtime.pressure import agreement_of
+from runtime.pressure_worker import Answer, Task, run_task
+from tests.native.engine_plans import HARDWARE, plan_for, random_placements
+from tests.native.test_run_command import invoke
+
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@pytest.fixture(scope="module")
+def plan_path(native_helper: Path, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    weights = inspect_model(smollm2, "sim", [64], [32]).weights_decode
+    path = tmp_path_factory.mktemp("pressure") / "plan.json"
+    write_record(path, plan_for(smollm2, random_placements(weights, 1), n_context=64, n_ubatch=32))
+    return path
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_load_works_only_when_told(native_helper: Path) -> None:
+    with Load(["cpu", "link"], "sim") as load:
+        load.wait_ready()
+        pids = children_of(os.getpid())
+        idle = [cpu_seconds(pid) for pid in pids]
+        time.sleep(0.3)
+        assert [cpu_seconds(pid) for pid in pids] == pytest.approx(idle, abs=0.05)
+        load.go()
+        time.sleep(0.5)
+        load.stop()
+        busy = [cpu_seconds(pid) for pid in pids]
+        assert all(after - before > 0.1 for before, after in zip(idle, busy, strict=True))
+        time.sleep(0.3)
+        assert [cpu_seconds(pid) for pid in pids] == pytest.approx(busy, abs=0.05)
+        load.go()
+        load.stop()  # at once
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_load_that_cannot_start_says_why(native_helper: Path) -> None:
+    with Load(["gpu"], "cuda7") as load, pytest.raises(DeviceError, match="no device cuda7"):
+        load.wait_ready()
+    with Load(["nonsense"], "sim") as load, pytest.raises(DeviceError, match="it gave no reason"):
+        load.wait_ready()
+    with Load(["cpu"], "sim") as load:
+        load.wait_ready()
+        (pid,) = children_of(os.getpid())
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(DeviceError, match="has ended"):
+            load.stop()
+
+
+def test_loads_end_with_whoever_started_them() -> None:
+    program = (
+        "import os, time\n"
+        "from runtime.load import Load\n"
+        "load = Load(['cpu', 'cpu'], 'sim')\n"
+        "load.wait_ready()\n"
+        "load.go()\n"
+        "print(flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], env=child.environment(), stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    parent.stdout.readline()
+    pids = children_of(parent.pid)
+    assert len(pids) == 2
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    until = time.monotonic() + 5
+    while any(map(is_running, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(map(is_running, pids))
+
+
+def test_a_run_goes_on_through_all_phases(plan_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pressure_worker, "_N_PROMPT", 32)
+    monkeypatch.setattr(pressure_worker, "_N_CYCLE", 8)
+    task = Task(str(smollm2), str(plan_path), HARDWARE, True, 0.2, 0.3, 0.6, 1)
+    answer = run_task(task)
+    phases, tokens = answer.run.phases, answer.run.trace.tokens
+    assert [phase.load for phase in phases] == [QUIET, CPU_LOAD, QUIET, LINK_LOAD, QUIET]
+    assert len(tokens) == len(answer.likeliest) == len(answer.gaps)
+    assert phases[0].first_token > 0  # after the warm-up
+    assert phases[-1].first_token + phases[-1].n_tokens == len(tokens)
+    for phase in phases:
+        assert phase.n_tokens > 0
+        assert phase.end_seconds == tokens[phase.first_token + phase.n_tokens - 1].at_seconds
+        wanted = task.quiet_seconds if phase.load == QUIET else task.load_seconds
+        assert phase.end_seconds - phase.start_seconds >= wanted - 0.01
+    assert all(one.end_seconds <= two.start_seconds + 1e-5 for one, two in pairwise(phases))
+    assert len(tokens) > 8  # the context was cut back to the prompt at least once, without evaluating it again
+    assert [prompt.n_tokens for prompt in answer.run.trace.prompts] == [32]
+    static = run_task(replace(task, is_adaptive=False))
+    n = min(len(answer.likeliest), len(static.likeliest))
+    assert answer.likeliest[:n] == static.likeliest[:n]
+    assert not static.run.trace.is_adaptive
+
+
+def test_agreement() -> None:
+    def answer(likeliest: tuple[int, ...], gaps: tuple[float, ...]) -> Answer:
+        return Answer(None, likeliest, gaps)  # type: ignore[arg-type]
+
+    one, other = answer((1, 2, 3, 4), (9.0, 0.1, 0.2, 9.0)), answer((1, 5, 6), (9.0, 0.3, 0.1))
+    assert agreement_of(one, other).n_compared == 3
+    assert (agreement_of(one, other).n_different, agreement_of(one, other).largest_gap) == (2, 0.3)
+    assert agreement_of(one, one).largest_gap == 0.0
+
+
+def test_the_command(plan_path: Path, smollm2: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = invoke(
+        "bench", "--plan", str(plan_path), "--model", str(smollm2), "--pressure", "--phase-seconds", "0.4",
+        "--json", str(tmp_path / "p.json"), "--png", str(tmp_path / "p.png"),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "GPU and link load" in result.stdout
+    assert "likeliest next tokens: 0 of " in result.stdout
+    assert "The device is simulated" in result.stdout
+    record = read_record(tmp_path / "p.json", PressureResult)
+    assert record.adaptive.trace.plan == record.static.trace.plan == read_record(plan_path, Plan)
+    assert record.agreement.n_compared > 10
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--pressure", "--static"], "--pressure measures the plan alone"),
+        (["--pressure", "--against", "llama.cpp"], "--pressure measures the plan alone"),
+        (["--png", "p.png"], "Add --pressure"),
+    ],
+)
+def test_options_that_do_not_go_together(options: list[str], message: str) -> None:
+    result = invoke("bench", "--plan", "plan.json", *options)
+    assert isinstance(result.exception, UsageError)
+    assert message in str(result.exception)
