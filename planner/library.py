@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 Record = TypeVar("Record", Plan, Profile)
 
 BENCH_SUFFIX = ".bench.json"
+PRESSURE_SUFFIX = ".pressure.json"
 PROFILE_PREFIX = "profile"
 _NOISE_WORDS = re.compile(
     r"\(r\)|\(tm\)|nvidia|geforce|intel|amd\b|core\b|processor|cpu|gpu|with radeon.*|@.*|\d+-core", re.IGNORECASE
@@ -50,13 +51,13 @@ def own_folder() -> Path:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the plans, profiles and bench results in `folder`, sorted."""
+    """Return the plans, profiles and measurements of plans in `folder`, sorted."""
     return sorted(folder.glob("*/*/*.json"))
 
 
 def kind_of(path: Path) -> type[Plan] | type[Profile] | None:
-    """Return what a library file must hold, by its name; None for a bench result, which the planner does not read."""
-    if path.name.endswith(BENCH_SUFFIX):
+    """Return what a library file must hold, by its name; None for what was measured with a plan."""
+    if path.name.endswith((BENCH_SUFFIX, PRESSURE_SUFFIX)):
         return None
     return Profile if path.name.startswith(PROFILE_PREFIX) else Plan
 

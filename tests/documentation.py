@@ -23,11 +23,19 @@ import atsplan
 from planner.examples import examples_of
 from planner.measurements import Profile
 from planner.plan import Plan
+from planner.pressure import PressureResult
 from planner.records import json_schema
+from planner.trace import Trace
 from runtime.bench import BenchResult
 
 ROOT = Path(atsplan.__file__).parent
-FILES = {Plan: "A plan file.", Profile: "A profile file.", BenchResult: "A file of a bench result."}
+FILES = {
+    Plan: "A plan file.",
+    Profile: "A profile file.",
+    BenchResult: "A file of a bench result.",
+    Trace: "A file of a trace.",
+    PressureResult: "A file of a measurement under load.",
+}
 MARK = "<!-- The rest is generated from the code by `make docs`. -->\n"
 _TYPE_NAMES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 
@@ -62,7 +70,7 @@ def _introduction(page: Path) -> str:
 
 
 def _records() -> list[type[Any]]:
-    """Return the dataclasses in files: the three kinds of files, each followed by its parts that are new."""
+    """Return the dataclasses in files: the kinds of files, each followed by its parts that are new."""
     found: list[type[Any]] = []
 
     def visit(kind: Any) -> None:

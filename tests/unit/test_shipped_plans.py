@@ -10,12 +10,14 @@ import pytest
 from planner import library
 from planner.library_check import check_file
 from planner.plan import Plan
+from planner.pressure import PressureResult, phase_figures
 from planner.records import read_record
 from runtime.bench import BenchResult
 
 SHIPPED = Path(library.__file__).parents[1] / "plans"
 FILES = library.files(SHIPPED)
 BENCH_RESULTS = [path for path in FILES if path.name.endswith(library.BENCH_SUFFIX)]
+PRESSURE_RESULTS = [path for path in FILES if path.name.endswith(library.PRESSURE_SUFFIX)]
 
 
 def name(path: Path) -> str:
@@ -37,12 +39,27 @@ def test_a_shipped_file(path: Path) -> None:
 def test_a_shipped_bench_result(path: Path) -> None:
     """It is named after the plan that it measured, on the machine that the plan is for, within the budget."""
     result = read_record(path, BenchResult)
-    plans = {
-        other.name: read_record(other, Plan)
-        for other in path.parent.glob("*.json")
-        if library.kind_of(other) is Plan and path.name.startswith(other.stem)
-    }
-    assert result.plan in plans.values()
+    assert result.plan in plans_named_like(path)
     assert result.hardware.fingerprint == result.plan.hardware.fingerprint
     assert result.software.llama_cpp_python == result.plan.software.llama_cpp_python
     assert 0 < result.measured.peak_vram_bytes <= result.plan.vram.budget_bytes
+
+
+@pytest.mark.parametrize("path", PRESSURE_RESULTS, ids=name)
+def test_a_shipped_measurement_under_load(path: Path) -> None:
+    """It is named after the plan that it measured, on the machine that the plan is for; both runs lived through all."""
+    result = read_record(path, PressureResult)
+    for run, is_adaptive in ((result.adaptive, True), (result.static, False)):
+        trace = run.trace
+        assert trace.plan in plans_named_like(path)
+        assert trace.hardware.fingerprint == trace.plan.hardware.fingerprint
+        assert trace.is_adaptive == is_adaptive
+        assert None not in phase_figures(run)
+
+
+def plans_named_like(path: Path) -> list[Plan]:
+    return [
+        read_record(other, Plan)
+        for other in path.parent.glob("*.json")
+        if library.kind_of(other) is Plan and path.name.startswith(other.stem)
+    ]
