@@ -18,8 +18,6 @@ from .memory import fixed_memory
 from .problem import build_graph, find_units
 from .workload import Workload
 
-_PRODUCTS = ("MUL_MAT", "MUL_MAT_ID")
-
 
 def borrow(model: Profile, machine: Profile) -> Profile:
     """Return what a profile of `model`'s model on `machine`'s machine would roughly say.
@@ -65,7 +63,7 @@ class _Rates:
     def __init__(self, profile: Profile) -> None:
         graph = build_graph(profile.weights)
         self.replaced: dict[str, str] = {}
-        self._bits = {weight.type: _bits(weight) for weight in _products(profile)}
+        self._bits = {weight.type: _bits(weight) for weight in profile.products}
         self._sizes = {(weight.type, weight.shape): weight.size_bytes for weight in profile.weights}
         # Computed for the last token of a batch only, whatever the number of tokens in its timing.
         terminal = {(w.op, w.shape) for w, last in zip(profile.weights, graph.is_terminal, strict=True) if last}
@@ -111,11 +109,11 @@ class _Rates:
 def _kernels(model: Profile, machine: Profile, rates: _Rates) -> Iterator[KernelTiming]:
     graph = build_graph(model.weights)
     lanes = [("cpu", n) for n in machine.thread_counts]
-    lanes += [("gpu", 0)] if any(kernel.device == "gpu" for kernel in machine.kernels) else []
+    lanes += [("gpu", 0)] if machine.has_gpu else []
     kinds = {
         (w.op, w.type, w.shape, w.n_experts_used): (w, last)
         for w, last in zip(model.weights, graph.is_terminal, strict=True)
-        if w.op in _PRODUCTS and not w.is_input
+        if w.is_product
     }
     for (op, kind, shape, n_used), (weight, is_terminal) in kinds.items():
         for device, n_threads in lanes:
@@ -130,7 +128,7 @@ def _kernels(model: Profile, machine: Profile, rates: _Rates) -> Iterator[Kernel
 def _glue(model: Profile, machine: Profile) -> Iterator[GlueTiming]:
     """Scale the nodes without weights: reading the KV cache to its size, a token's rest to layers, a batch to width."""
     layers = model.model.n_layers / machine.model.n_layers
-    rates = (weight.size_bytes / machine.kernel_seconds(weight, "gpu", 1) for weight in _products(machine))
+    rates = (weight.size_bytes / machine.kernel_seconds(weight, "gpu", 1) for weight in machine.products)
     rate = max(rates, default=math.inf)  # bytes per second that the GPU reads
     for timing in machine.glue:
         if timing.n_tokens > 1:
@@ -157,10 +155,6 @@ def _experts(model: Profile, machine: Profile) -> Iterator[ExpertTiming]:
         for n_experts in sorted({1, n_used}):
             seconds = latency + n_experts * sum(matrix_bytes) * seconds_per_byte
             yield ExpertTiming(matrix_bytes, n_experts, Series((seconds,)))
-
-
-def _products(profile: Profile) -> list[WeightUse]:
-    return [weight for weight in profile.weights if weight.op in _PRODUCTS and not weight.is_input]
 
 
 def _work(shape: Sequence[int], size_bytes: int, n_experts: int, n_tokens: int) -> float:

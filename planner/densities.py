@@ -40,15 +40,13 @@ class Density:
 def densities(profile: Profile, n_threads: int) -> list[Density]:
     """Return one density per role and type, the highest gain first. Raises KeyError for unmeasured thread counts."""
     groups: dict[tuple[str, str], list[WeightUse]] = {}
-    for weight in profile.weights:
-        if weight.op in ("MUL_MAT", "MUL_MAT_ID") and not weight.is_input:
-            groups.setdefault((role_of(weight.name)[1], weight.type), []).append(weight)
-    has_gpu = any(timing.device == "gpu" for timing in profile.kernels)
+    for weight in profile.products:
+        groups.setdefault((role_of(weight.name)[1], weight.type), []).append(weight)
     found = []
     for (role, kind), weights in groups.items():
         size_bytes = sum(weight.size_bytes for weight in weights)
-        cpu = sum(profile.kernel_seconds(weight, "cpu", 1, n_threads) for weight in weights)
-        gpu = sum(profile.kernel_seconds(weight, "gpu", 1) for weight in weights) if has_gpu else None
+        cpu = profile.total_seconds(weights, "cpu", 1, n_threads)
+        gpu = profile.total_seconds(weights, "gpu", 1) if profile.has_gpu else None
         mib = size_bytes / MIB
         found.append(Density(role, kind, len(weights), size_bytes, cpu / mib, gpu / mib if gpu is not None else None))
     return sorted(found, key=lambda density: -density.gain_seconds_per_mib)

@@ -19,6 +19,7 @@ from .units import MIB, format_size
 _MARKS: dict[WeightClass, tuple[str, str]] = {"gpu": ("█", "green"), "stream": ("▒", "yellow"), "cpu": ("·", "magenta")}
 HEADINGS: dict[WeightClass, str] = {"gpu": "in VRAM", "stream": "streamed", "cpu": "on the CPU"}
 _LANES = {"gpu": ("GPU", "green"), "link": ("link", "yellow"), "cpu": ("CPU", "magenta")}
+_SHADES = " ░▒▓█"  # of a column by its busy time
 MIN_SHOWN_BYTES = MIB // 16  # smaller weights, such as norms, are counted but not drawn one by one
 _LOOSEST_BOUND = 0.1  # of the predicted time: one further away tells nothing
 _BLOCK = re.compile(r"^blk\.(\d{1,3})\.(.+)$")  # llama.cpp knows no model with a thousand layers
@@ -207,10 +208,11 @@ class _Gantt:
                 if event.lane == lane:
                     _fill(filled, event.start_seconds, event.end_seconds, self._seconds, scale)
             line = Text(name.ljust(label), no_wrap=True)
-            line.append("".join(" ░▒▓█"[min(4, round(share * 4))] for share in filled), style=style)
+            line.append("".join(_SHADES[min(4, round(share * 4))] for share in filled), style=style)
             yield line.append(f"{sum(filled) / width:>5.0%}", style="dim")
         end = f"{self._seconds * 1e3:.1f} ms"
         yield Text(" " * label + "0" + end.rjust(width - 1), style="dim", no_wrap=True)
+        yield Text(f"{_SHADES[1:]} busy for a quarter, half, three quarters, all of a column's time", style="dim")
         longest = sorted((e for e in self._events if e.lane == "cpu"), key=lambda e: e.start_seconds - e.end_seconds)
         for event in longest[:3]:
             steps = " + ".join(self._names[use] for use in event.uses)

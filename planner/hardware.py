@@ -70,3 +70,8 @@ class Software:
     llama_cpp_python: str
     llama_cpp_commit: str  # "" where the build does not tell
     cuda_build: bool
+
+    def has_same_llama(self, other: Software) -> bool:
+        """Tell whether both have the same llama.cpp. A commit that one of them does not know is no difference."""
+        commits = {self.llama_cpp_commit, other.llama_cpp_commit} - {"", "unknown"}
+        return self.llama_cpp_python == other.llama_cpp_python and len(commits) < 2

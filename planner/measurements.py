@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -71,6 +71,11 @@ class WeightUse:
     inputs: tuple[int, ...] = ()
     n_experts_used: int = 0  # MUL_MAT_ID only
     is_input: bool = False  # read by rows at the start of the graph; llama.cpp keeps it in host memory
+
+    @property
+    def is_product(self) -> bool:
+        """Whether activations are multiplied with it. Nearly all of a model's bytes are."""
+        return self.op in ("MUL_MAT", "MUL_MAT_ID") and not self.is_input
 
 
 @dataclass(frozen=True)
@@ -226,6 +231,18 @@ class Profile:
             ):  # fmt: skip
                 return timing.seconds.median
         raise KeyError(key)
+
+    @property
+    def products(self) -> tuple[WeightUse, ...]:
+        return tuple(weight for weight in self.weights if weight.is_product)
+
+    @property
+    def has_gpu(self) -> bool:
+        return any(timing.device == "gpu" for timing in self.kernels)
+
+    def total_seconds(self, weights: Iterable[WeightUse], device: str, n_tokens: int, n_threads: int = 0) -> float:
+        """Return the sum of `kernel_seconds`."""
+        return sum(self.kernel_seconds(weight, device, n_tokens, n_threads) for weight in weights)
 
     def to_frame(self) -> pandas.DataFrame:
         """Return one row per weight: name, op, type, bytes, and a column of seconds per device, tokens and threads."""

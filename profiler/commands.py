@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +16,7 @@ from planner.gguf_model import read_model_info
 from planner.hardware import Cpu
 from planner.measurements import ModelInfo, Profile
 from planner.records import to_json, write_record, write_text
+from planner.terminal import say
 from planner.workload import parse_kv_types
 from runtime.build import native_helper
 
@@ -39,19 +39,19 @@ def profile_command(
     settings = Settings.for_model(info, device, thread_counts, n_context, n_ubatch)
     profile = None if force else find_cached(info, settings)
     if profile is None:
-        native_helper(_say)  # before the progress bar: compiling it takes a while and says so
+        native_helper(say)  # before the progress bar: compiling it takes a while and says so
         with _progress_bar() as on_progress:
             profile = profile_model(model, settings, on_progress)
         earlier = cache.find_profile(info.fingerprint)
         profile = replace(profile, routing=earlier.routing if earlier else None)  # it depends on the model alone
         _store(profile)
     elif not as_json:
-        _say("Measured earlier; --force measures anew.")
+        say("Measured earlier; --force measures anew.")
     if kv_types not in {(case.type_k, case.type_v) for case in profile.memory}:
         profile = with_kv_types(profile, model, settings.device, *kv_types)
         _store(profile)
     if routing_text is not None:
-        _say("Counting which experts the text is routed to, on the CPU ...")
+        say("Counting which experts the text is routed to, on the CPU ...")
         profile = with_routing(profile, model, routing_text)
         _store(profile)
     with cache.best_effort():
@@ -65,7 +65,7 @@ def profile_command(
     else:
         Console().print(role_table(profile))
         if profile.routing is not None:
-            _say(describe(profile.routing))
+            say(describe(profile.routing))
         _show_notes(profile)
 
 
@@ -102,7 +102,7 @@ def find_cached(info: ModelInfo, settings: Settings) -> Profile | None:
 def _store(profile: Profile) -> None:
     """Cache the profile, unless the machine was too busy for it to be true. What is simulated is never true anyway."""
     if cache.is_too_noisy(profile) and not profile.is_simulated:
-        _say(
+        say(
             f"Not cached: {cache.noisy_fraction(profile):.0%} of the series are unsteady. "
             "Close other programs and profile again, or keep this one with --out."
         )
@@ -113,11 +113,11 @@ def _store(profile: Profile) -> None:
 
 def _show_notes(profile: Profile) -> None:
     if profile.is_simulated:
-        _say("The GPU was simulated by the CPU: its times say nothing about a real one.")
+        say("The GPU was simulated by the CPU: its times say nothing about a real one.")
     for note in profile.notes[:MAX_NOTES_SHOWN]:
-        _say(f"Note: {note}")
+        say(f"Note: {note}")
     if len(profile.notes) > MAX_NOTES_SHOWN:
-        _say(f"... and {len(profile.notes) - MAX_NOTES_SHOWN} more notes, see --json.")
+        say(f"... and {len(profile.notes) - MAX_NOTES_SHOWN} more notes, see --json.")
 
 
 @contextmanager
@@ -128,7 +128,3 @@ def _progress_bar() -> Iterator[OnProgress]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=1.0)
         yield lambda fraction, label: progress.update(task, completed=fraction, description=label)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

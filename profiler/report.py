@@ -34,32 +34,23 @@ class RoleTotals:
 
 def best_thread_count(profile: Profile) -> int:
     """Return the measured thread count with which the CPU computes one token of the whole model fastest."""
-    weights = _products(profile)
-    return min(
-        profile.thread_counts, key=lambda n: sum(profile.kernel_seconds(weight, "cpu", 1, n) for weight in weights)
-    )
+    return min(profile.thread_counts, key=lambda n: profile.total_seconds(profile.products, "cpu", 1, n))
 
 
 def totals_by_role(profile: Profile, n_threads: int) -> list[RoleTotals]:
     """Return one row per role of the weights that are multiplied with, the largest first."""
     roles: dict[str, list[WeightUse]] = {}
-    for weight in _products(profile):
+    for weight in profile.products:
         roles.setdefault(role_of(weight.name)[1], []).append(weight)
-    has_gpu = _has_gpu(profile)
-
-    def total(weights: list[WeightUse], device: str, n_tokens: int) -> float:
-        threads = n_threads if device == "cpu" else 0
-        return sum(profile.kernel_seconds(weight, device, n_tokens, threads) for weight in weights)
-
     rows = [
         RoleTotals(
             role=role,
             n_weights=len(weights),
             size_bytes=sum(weight.size_bytes for weight in weights),
-            decode_cpu_seconds=total(weights, "cpu", 1),
-            decode_gpu_seconds=total(weights, "gpu", 1) if has_gpu else None,
-            prefill_cpu_seconds=total(weights, "cpu", profile.n_ubatch),
-            prefill_gpu_seconds=total(weights, "gpu", profile.n_ubatch) if has_gpu else None,
+            decode_cpu_seconds=profile.total_seconds(weights, "cpu", 1, n_threads),
+            decode_gpu_seconds=profile.total_seconds(weights, "gpu", 1) if profile.has_gpu else None,
+            prefill_cpu_seconds=profile.total_seconds(weights, "cpu", profile.n_ubatch, n_threads),
+            prefill_gpu_seconds=profile.total_seconds(weights, "gpu", profile.n_ubatch) if profile.has_gpu else None,
         )
         for role, weights in roles.items()
     ]
@@ -69,9 +60,11 @@ def totals_by_role(profile: Profile, n_threads: int) -> list[RoleTotals]:
 def role_table(profile: Profile) -> Table:
     n_threads = best_thread_count(profile)
     threads = "1 thread" if n_threads == 1 else f"{n_threads} threads"
-    gpu = " and the simulated GPU" if profile.is_simulated else " and the GPU" if _has_gpu(profile) else ""
+    gpu = " and the simulated GPU" if profile.is_simulated else " and the GPU" if profile.has_gpu else ""
     title = f"{profile.model.name}: milliseconds on the CPU ({threads}){gpu}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True
+    )
     table.add_column("weights", no_wrap=True)
     for heading in (
         "count",
@@ -82,24 +75,21 @@ def role_table(profile: Profile) -> Table:
         f"{profile.n_ubatch} tokens\nCPU",
         "\nGPU",
     ):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in totals_by_role(profile, n_threads):
         table.add_row(
             row.role, str(row.n_weights), format_size(row.size_bytes),
             _milliseconds(row.decode_cpu_seconds), _milliseconds(row.decode_gpu_seconds),
-            "-" if row.gain_seconds_per_mib is None else f"{row.gain_seconds_per_mib * 1e6:.1f}",
+            "-" if row.gain_seconds_per_mib is None else _four_digits(row.gain_seconds_per_mib * 1e6),
             _milliseconds(row.prefill_cpu_seconds), _milliseconds(row.prefill_gpu_seconds),
         )  # fmt: skip
     return table
 
 
-def _has_gpu(profile: Profile) -> bool:
-    return any(timing.device == "gpu" for timing in profile.kernels)
-
-
-def _products(profile: Profile) -> list[WeightUse]:
-    return [weight for weight in profile.weights if weight.op in ("MUL_MAT", "MUL_MAT_ID")]
-
-
 def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.2f}"
+    return "-" if seconds is None else _four_digits(seconds * 1e3)
+
+
+def _four_digits(value: float) -> str:
+    """Return at most two decimals, and fewer for large values, so that the table fits into 80 columns."""
+    return f"{value:.{2 if abs(value) < 100 else 1 if abs(value) < 1000 else 0}f}"

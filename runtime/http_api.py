@@ -8,7 +8,6 @@ import ipaddress
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable
 from types import FrameType
@@ -26,6 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from planner.errors import AtsplanError
+from planner.terminal import say
 
 from . import openai_api as api
 from .generation import BusyError, Generator, Job, RequestError
@@ -244,7 +244,7 @@ def _api_error(error: Exception) -> api.ApiError:
     if isinstance(error, BusyError):
         return api.ApiError(503, str(error), code="busy")
     text = str(error) if isinstance(error, AtsplanError) else f"{type(error).__name__}: {error}"
-    _say(f"Error: {text}")
+    say(f"Error: {text}")
     return api.ApiError(500, text)
 
 
@@ -252,8 +252,4 @@ def _log(job: Job) -> None:
     done = job.outcome
     if done is not None:
         known = f" ({done.n_cached} known)" if done.n_cached else ""
-        _say(f"{done.n_prompt} prompt tokens{known}, {done.n_generated} generated in {done.seconds:.1f} s")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+        say(f"{done.n_prompt} prompt tokens{known}, {done.n_generated} generated in {done.seconds:.1f} s")

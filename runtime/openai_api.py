@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -84,9 +85,9 @@ class Request(BaseModel):
         """Whether a stream ends with the counts of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @abstractmethod
     def generation(self) -> GenerationRequest:
         """Return what to compute."""
-        raise NotImplementedError
 
     def _generation(self, prompt: str | tuple[Message, ...], n_max: int | None) -> GenerationRequest:
         return GenerationRequest(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import re
 import socket
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 from planner.errors import AtsplanError
 from planner.plan import Plan
 from planner.records import read_record
+from planner.terminal import say
 
 from . import verify
 from .cli import Detect
@@ -49,8 +49,8 @@ def serve_plan(
     ):
         address, port = listener.getsockname()[:2]
         if api_key is None and not http_api.is_loopback(address):
-            _say("Warning: everyone who reaches this machine can use the model; --api-key asks for a key.")
-        _say(f"Serving {name} at http://{f'[{address}]' if ':' in address else address}:{port}/v1 (Ctrl-C stops it)")
+            say("Warning: everyone who reaches this machine can use the model; --api-key asks for a key.")
+        say(f"Serving {name} at http://{f'[{address}]' if ':' in address else address}:{port}/v1 (Ctrl-C stops it)")
         http_api.run(generator, name, listener, api_key)
 
 
@@ -69,7 +69,3 @@ def _bind(host: str, port: int) -> socket.socket:
             ) from error
         stack.pop_all()
     return listener
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 
 from planner.cache import model_path
 from planner.errors import DeviceError, InvalidFileError, MismatchError
 from planner.gguf_model import model_info, read_gguf
-from planner.hardware import Hardware, Software
+from planner.hardware import Software
 from planner.plan import Plan
 from planner.units import format_size
 
@@ -46,21 +45,11 @@ def find_model(plan: Plan, plan_path: Path, given: Path | None) -> Path:
 
 def check_software(plan: Plan, software: Software) -> None:
     """Raise MismatchError unless llama.cpp is the one that the plan was made with."""
-    planned, found = plan.software, software
-    if (planned.llama_cpp_python, planned.llama_cpp_commit) != (found.llama_cpp_python, found.llama_cpp_commit):
+    if not plan.software.has_same_llama(software):
         raise MismatchError(
-            f"The plan was made with {_llama(planned)}; this is {_llama(found)}.",
+            f"The plan was made with {_llama(plan.software)}; this is {_llama(software)}.",
             "Profile and solve again: other versions build other graphs.",
         )
-
-
-def hardware_differences(plan: Plan, hardware: Hardware) -> list[str]:
-    """Return what differs between the plan's machine and this one, one line each; empty if nothing that counts."""
-    if plan.hardware.fingerprint == hardware.fingerprint:
-        return []
-    planned, found = _facts(plan.hardware), _facts(hardware)
-    lines = [f"{key}: {found.get(key)}, planned for {planned.get(key)}" for key in planned | found]
-    return [line for key, line in zip(planned | found, lines, strict=True) if planned.get(key) != found.get(key)]
 
 
 def check_memory(plan: Plan, free_vram_bytes: int | None, available_host_bytes: int | None) -> None:
@@ -81,11 +70,6 @@ def check_memory(plan: Plan, free_vram_bytes: int | None, available_host_bytes: 
             f"{format_size(needed - available_host_bytes)} more than is available.",
             "Close programs, or solve again with a larger --vram.",
         )
-
-
-def _facts(hardware: Hardware) -> dict[str, object]:
-    gpu = {"gpu": "none"} if hardware.gpu is None else {f"gpu {k}": v for k, v in asdict(hardware.gpu).items()}
-    return {f"cpu {k}": v for k, v in asdict(hardware.cpu).items()} | gpu
 
 
 def _llama(software: Software) -> str:

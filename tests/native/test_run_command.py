@@ -185,7 +185,7 @@ def unknown_cache_type(plan_path: Path, plan: Plan, smollm2: Path) -> str:
         (absent_model, "absent.gguf"),
         (truncated_model, "truncated.gguf"),
         (other_software, "made with llama-cpp-python 0.3.1"),
-        (other_machine, "made for another machine (gpu"),
+        (other_machine, "made for another machine (no GPU instead of sim"),
         (absent_gpu, "There is no cuda0 here"),
         (malformed_plan, "placements.17.decode"),
         (forgotten_weight, "no placement for"),
@@ -208,7 +208,7 @@ def test_another_machine_is_a_warning_with_anyway(plan_path: Path, plan: Plan, s
     model = other_machine(plan_path, plan, smollm2)
     result = invoke("run", "--plan", str(plan_path), "--model", model, "-p", PROMPT, "-n", "1", "--anyway")
     assert result.exit_code == 0
-    assert "Warning: gpu name: sim, planned for None" in result.stderr
+    assert "Warning: the plan is for no GPU instead of sim." in result.stderr
 
 
 def test_a_prompt_longer_than_the_context(plan_path: Path, smollm2: Path) -> None:

@@ -143,6 +143,7 @@ def test_show(profile: Profile, profile_file: str, budget: str) -> None:
     assert [line.split()[0] for line in text.splitlines() if line.startswith(("GPU  ", "link  ", "CPU  "))] == [
         "GPU", "link", "CPU",
     ]  # fmt: skip
+    assert "░▒▓█ busy for a quarter, half, three quarters, all of a column's time" in text
     cache.store_profile(profile)
     assert "on the CPU at" in run("show", "plan.json", "--timeline")
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from planner.measurements import KernelTiming, Profile, Series
-from planner.units import MIB
+from planner.units import GIB, MIB
 from profiler.report import best_thread_count, role_table, totals_by_role
 from tests.unit.planner_profiles import TINY, synthetic_profile
 
@@ -66,8 +66,27 @@ def test_the_table_says_what_it_measured(profile: Profile) -> None:
     assert "simulated GPU" in rendered(replace(profile, is_simulated=True))
 
 
-def rendered(profile: Profile) -> str:
-    console = Console(width=120, record=True, file=None)
+@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("role", ["ffn_gate", "ffn_gate_exps", "ssm_beta_alpha"])
+def test_large_values_fit_the_terminal(profile: Profile, width: int, role: str) -> None:
+    """A model of 2 TiB whose prompts take an hour on the CPU."""
+    profile = with_seconds(
+        replace(profile, kernels=tuple(timing for timing in profile.kernels if timing.n_threads in (0, 16))),
+        {("cpu", 1, 16): 12.3456, ("gpu", 1, 0): 1.23456, ("cpu", 512, 16): 1234.5, ("gpu", 512, 0): 123.4},
+    )
+    weights = tuple(
+        replace(weight, name=weight.name.replace("ffn_gate", role), size_bytes=1000 * GIB) for weight in profile.weights
+    )
+    lines = rendered(replace(profile, weights=weights), width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines)
+    row = next(line for line in lines if line.startswith(role))
+    assert row.split() == [role, "2", "2000.00", "GiB", "24691", "2469", "10.85", "2469000", "246800"]
+    assert len(lines) == 1 + 3 + len(totals_by_role(profile, 16))  # nothing is wrapped
+
+
+def rendered(profile: Profile, width: int = 120) -> str:
+    console = Console(width=width, record=True, file=None)
     with console.capture() as capture:
         console.print(role_table(profile))
     return capture.get()

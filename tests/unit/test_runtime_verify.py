@@ -13,8 +13,8 @@ from planner.gguf_model import read_gguf, read_model_info
 from planner.hardware import Software
 from planner.plan import Placement, Plan
 from profiler.synthetic_model import write_synthetic_model
-from runtime.verify import check_memory, check_software, find_model, hardware_differences
-from tests.native.engine_plans import HARDWARE, plan_for
+from runtime.verify import check_memory, check_software, find_model
+from tests.native.engine_plans import plan_for
 
 SOFTWARE = Software("1", "0.3.36", "abc", False)
 
@@ -78,14 +78,13 @@ def test_software(plan: Plan) -> None:
             check_software(made, replace(SOFTWARE, **changes))
 
 
-def test_hardware(plan: Plan) -> None:
-    assert HARDWARE.gpu is not None
-    assert hardware_differences(plan, HARDWARE) == []
-    assert hardware_differences(plan, replace(HARDWARE, cpu=replace(HARDWARE.cpu, model="x", logical_cores=4))) == [
-        "cpu model: x, planned for test",
-        "cpu logical_cores: 4, planned for 2",
-    ]
-    assert "gpu name: None, planned for sim" in hardware_differences(plan, replace(HARDWARE, gpu=None))
+@pytest.mark.parametrize("commit", ["", "unknown"])
+def test_an_unknown_commit_is_no_difference(plan: Plan, commit: str) -> None:
+    made = replace(plan, software=SOFTWARE)
+    check_software(made, replace(SOFTWARE, llama_cpp_commit=commit))
+    check_software(replace(plan, software=replace(SOFTWARE, llama_cpp_commit=commit)), SOFTWARE)
+    with pytest.raises(MismatchError):
+        check_software(made, replace(SOFTWARE, llama_cpp_python="0.3.37", llama_cpp_commit=commit))
 
 
 def test_memory(plan: Plan) -> None:
