@@ -23,6 +23,7 @@ from runtime.bench_worker import DepthTimes, Measured
 from runtime.session import LoadSettings
 from tests.documentation import ROOT
 from tests.unit.planner_profiles import TINY, synthetic_profile
+from tests.unit.test_pressure import pressure_result
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
@@ -50,7 +51,7 @@ def bench_result(plan: Plan) -> BenchResult:
 
 @pytest.fixture
 def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a small profile, its plan and a bench result where the notebooks look first."""
+    """Put a small profile, its plan and what was measured with it where the notebooks look first."""
     monkeypatch.setenv("ATSPLAN_PLANS", str(tmp_path))
     profile = synthetic_profile(TINY)
     profile = replace(profile, hardware=replace(profile.hardware, gpu=Gpu("Test GPU", 2 * GIB, "9.0", 5, 16, "cuda")))
@@ -61,6 +62,7 @@ def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = library.add(plan)
     library.add(profile)
     write_record(path.with_suffix(library.BENCH_SUFFIX), bench_result(plan))
+    write_record(path.with_suffix(library.PRESSURE_SUFFIX), pressure_result(plan))
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
