@@ -51,6 +51,8 @@ def call(module: str, request: Any, *, purpose: str, timeout_seconds: float) -> 
     if child.returncode == _KNOWN_ERROR:
         kind, message, remedy = json.loads(child.stdout)
         raise _ERRORS[kind](message, remedy)
+    if child.returncode == -signal.SIGILL:  # virtual machines claim extensions, such as AMX, that they do not allow
+        raise DeviceError(f"{purpose}: not usable on this CPU, which lacks an instruction (SIGILL).")
     how = signal.Signals(-child.returncode).name if child.returncode < 0 else f"exit status {child.returncode}"
     raise AtsplanError(f"{purpose}: {last_problem(child.stderr.splitlines()) or how}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from planner.hardware import Software
 from planner.measurements import Series
 from planner.plan import Placement, Plan
 from planner.records import from_json, read_record, to_json
-from runtime import bench
+from runtime import bench, bench_worker, child
 from runtime.bench_worker import DepthTimes, Measured, Task
 from runtime.bindings import Statistics
 from runtime.commands import parse_depths
@@ -111,6 +112,31 @@ def test_contenders_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch, plan:
     for figure in ("50.0 ± 0.0%", " 10.0 ", "5.00", "52.6", "-5.0%"):
         assert figure in row
     assert "llama.cpp's best decode: decodes" in bench.remarks(result)
+
+
+def test_settings_that_this_cpu_cannot_execute_are_said_and_skipped(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan
+) -> None:
+    dies = "import os, signal, sys; print('ggml: loaded', file=sys.stderr); os.kill(os.getpid(), signal.SIGILL)"
+    monkeypatch.setattr(child, "command", lambda module: [sys.executable, "-c", dies])
+    repacked = replace(SETTINGS, use_repacking=True)
+
+    def measure(task: Task) -> Measured:
+        return bench_worker.measure(task) if task.settings == repacked else measured(0.02, 0.5)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    candidates = (Candidate("CPU only, repacked", repacked), Candidate("CPU only", SETTINGS))
+    monkeypatch.setattr(bench, "find_candidates", lambda search: candidates)
+    told: list[str] = []
+    result = bench.bench(
+        plan, Path("plan.json"), Path("model.gguf"), (HARDWARE, SOFTWARE),
+        n_prompt=512, n_generate=64, depths=(0,), n_repeat=1, against_plain=True, ablate=False, report=told.append,
+    )  # fmt: skip
+    tried = told.index("Trying llama.cpp with CPU only, repacked ...")
+    assert told[tried + 1] == (
+        "  Measuring llama.cpp failed: not usable on this CPU, which lacks an instruction (SIGILL)."
+    )
+    assert [item.name for item in result.plain] == ["CPU only"]
 
 
 def test_ablations_change_one_thing(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
