@@ -19,6 +19,7 @@ from .memory import DEFAULT_MARGIN_BYTES
 from .plan import Plan
 from .plans_cli import Here
 from .plans_cli import register as register_plans
+from .pressure import PressureResult
 from .records import read_record, to_json, write_record
 from .trace import Trace
 from .units import parse_size
@@ -152,7 +153,7 @@ def register(app: typer.Typer, here: Here | None = None, describe: Describe | No
         )
     )
     def show(
-        file: Annotated[Path | None, typer.Argument(help="A plan, a profile or a trace.", show_default=False)] = None,
+        file: Annotated[Path | None, typer.Argument(help="What atsplan has written.", show_default=False)] = None,
         trace_file: Annotated[Path | None, typer.Option("--trace", help="A trace; naming it as FILE does too.")] = None,
         timeline: Annotated[bool, typer.Option("--timeline", help="Draw the lanes while one token is made.")] = False,
         html: Annotated[Path | None, typer.Option(help="Write everything into this HTML file.")] = None,
@@ -161,8 +162,8 @@ def register(app: typer.Typer, here: Here | None = None, describe: Describe | No
             Path | None, typer.Option("--profile", help="The plan's profile.", show_default="from beside it, or cached")
         ] = None,
     ) -> None:
-        """Show a plan, a profile or a trace in the terminal, as a page, or as a picture."""
-        from .show import show_plan, show_profile, show_trace
+        """Show a plan, a profile, a trace or a measurement under load in the terminal, as a page, or as a picture."""
+        from .show import show_plan, show_pressure, show_profile, show_trace
 
         if (file is None) == (trace_file is None):
             raise UsageError("There is one file to show.", "Name a plan, a profile or a trace.")
@@ -170,14 +171,17 @@ def register(app: typer.Typer, here: Here | None = None, describe: Describe | No
             assert trace_file is not None
             show_trace(read_record(trace_file, Trace), html=html, png=png)
             return
-        record = library.read_one_of(file, Plan, Profile, Trace)
+        record = library.read_one_of(file, Plan, Profile, Trace, PressureResult)
         if timeline and not isinstance(record, Plan):
-            raise AtsplanError(f"A {type(record).__name__.lower()} has no timeline.", "Show a plan.")
+            raise UsageError(f"{file} has no timeline.", "Show a plan.")
         if isinstance(record, Profile):
             show_profile(record, html=html, png=png)
             return
         if isinstance(record, Trace):
             show_trace(record, html=html, png=png)
+            return
+        if isinstance(record, PressureResult):
+            show_pressure(record, html=html, png=png)
             return
         wants_profile = timeline or html or png
         profile = read_record(profile_file, Profile) if profile_file else None

@@ -110,7 +110,7 @@ def pressure_view(result: PressureResult) -> RenderableType:
     for heading in ("phase", "adaptive", "rise", "after", "static", "rise", "after", "cut"):
         table.add_column(heading, justify="left" if heading == "phase" else "right", no_wrap=True)
     adaptive, static = phase_figures(result.adaptive), phase_figures(result.static)
-    for phase, one, other in zip(result.adaptive.phases, adaptive, static, strict=True):
+    for phase, one, other in zip(result.adaptive.phases, adaptive, static, strict=False):
         cut = cut_of_rise(one, other) if phase.load != QUIET else None
         table.add_row(phase.load, *_cells(one), *_cells(other), "" if cut is None else f"{cut:.0%}")
     title = Text(title_of(result.adaptive.trace).removesuffix(", adaptive"), style="bold")

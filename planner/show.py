@@ -1,4 +1,4 @@
-"""What the command `show` does with a plan, a profile or a trace: terminal, page, picture."""
+"""What the command `show` does with each kind of file: terminal, page, picture."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from rich.console import Console
 
 from . import explain
 from .densities import default_thread_count, densities, density_table
-from .errors import AtsplanError
+from .errors import AtsplanError, UsageError
 from .measurements import Profile
 from .page import plan_page, profile_page
 from .picture import write_png
 from .plan import Plan
+from .pressure import PressureResult, pressure_view
+from .pressure_picture import write_pressure_png
 from .records import write_text
 from .replay import simulate_plan
 from .trace import Trace
@@ -63,3 +65,12 @@ def show_trace(trace: Trace, *, html: Path | None, png: Path | None) -> None:
         write_text(html, trace_page(trace))
     if png:
         write_trace_png(png, trace)
+
+
+def show_pressure(result: PressureResult, *, html: Path | None, png: Path | None) -> None:
+    """Raises UsageError for a page: there is none."""
+    if html:
+        raise UsageError("A measurement under load has no page.", "Draw it with --png.")
+    Console().print(pressure_view(result))
+    if png:
+        write_pressure_png(png, result)

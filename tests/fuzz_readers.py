@@ -32,12 +32,18 @@ from planner.explain import plan_view, profile_view
 from planner.gguf_model import model_info, read_gguf, read_tensor_bytes
 from planner.measurements import Profile
 from planner.plan import Plan
+from planner.pressure import PressureResult, pressure_view
 from planner.records import from_json, to_json
 from planner.solve import solve
+from planner.trace import Trace
+from planner.trace_page import trace_page
+from planner.trace_view import trace_view
 from planner.units import GIB, MIB
 from planner.workload import Workload
 from profiler.synthetic_model import write_synthetic_model
 from tests.unit.planner_profiles import TINY, Shapes, synthetic_profile
+from tests.unit.test_pressure import pressure_result
+from tests.unit.traces import slowed_trace
 
 MAX_SECONDS = 5  # for one file; the solver has its own limit
 MAX_SOLVE_SECONDS = 60
@@ -159,6 +165,22 @@ def plan_case(plans: Sequence[str], generator: random.Random) -> str:
     return "read"
 
 
+def trace_case(traces: Sequence[str], generator: random.Random) -> str:
+    data = mutate_json(generator.choice(traces), generator)
+    with time_limit(MAX_SECONDS):
+        trace = from_json(data, Trace, "trace.json")
+        show(trace_view(trace))
+        trace_page(trace)
+    return "read"
+
+
+def pressure_case(results: Sequence[str], generator: random.Random) -> str:
+    data = mutate_json(generator.choice(results), generator)
+    with time_limit(MAX_SECONDS):
+        show(pressure_view(from_json(data, PressureResult, "pressure.json")))
+    return "read"
+
+
 def profile_case(profiles: Sequence[str], generator: random.Random) -> str:
     data = mutate_json(generator.choice(profiles), generator)
     with time_limit(MAX_SECONDS):
@@ -224,6 +246,8 @@ def make_cases(folder: Path, models: Sequence[Path]) -> dict[str, Case]:
         "gguf": partial(gguf_case, headers, folder),
         "plan": partial(plan_case, [to_json(plan) for plan in plans]),
         "profile": partial(profile_case, [to_json(profile) for profile in profiles]),
+        "trace": partial(trace_case, [to_json(slowed_trace(plan)) for plan in plans]),
+        "pressure": partial(pressure_case, [to_json(pressure_result(plans[0]))]),
     }
 
 
@@ -232,7 +256,7 @@ def main() -> int:
     parser.add_argument("n_cases", type=int)
     parser.add_argument("models", type=Path, nargs="*", help="GGUF files to mutate besides small synthetic ones")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", choices=("gguf", "plan", "profile"))
+    parser.add_argument("--kind", choices=("gguf", "plan", "profile", "trace", "pressure"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for kind, case in make_cases(Path(folder), options.models).items():

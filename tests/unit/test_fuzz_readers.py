@@ -1,4 +1,4 @@
-"""Mutated GGUF files, plans and profiles are read or refused, by the thousand in `python -m tests.fuzz_readers`."""
+"""Mutated files of each kind are read or refused, by the thousand in `python -m tests.fuzz_readers`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     return make_cases(tmp_path_factory.mktemp("fuzz"), [])
 
 
-@pytest.mark.parametrize(("kind", "n_cases"), [("gguf", 400), ("plan", 250), ("profile", 150)])
+@pytest.mark.parametrize(
+    ("kind", "n_cases"), [("gguf", 400), ("plan", 250), ("profile", 150), ("trace", 200), ("pressure", 200)]
+)
 def test_mutated_files(cases: dict[str, Case], kind: str, n_cases: int) -> None:
     outcomes = run_cases(cases[kind], n_cases, seed=1)
     assert outcomes["refused"] > n_cases / 4

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from planner import cli
-from planner.errors import AtsplanError, InvalidFileError, UsageError
+from planner.errors import InvalidFileError, UsageError
 from planner.plan import Plan
 from planner.records import read_record, write_record
 from planner.solve import solve
@@ -25,6 +25,7 @@ from planner.units import MIB
 from planner.workload import Workload
 from tests.unit.planner_profiles import TINY, synthetic_profile
 from tests.unit.test_page import HOSTILE, Page
+from tests.unit.test_pressure import pressure_result
 from tests.unit.traces import slowed_trace
 
 PROFILE = synthetic_profile(TINY)
@@ -144,8 +145,13 @@ def test_the_command(plan: Plan, trace: Trace, tmp_path: Path, monkeypatch: pyte
     assert "power limit" in Path("trace.html").read_text()
     assert Path("trace.png").read_bytes().startswith(b"\x89PNG")
     write_record("plan.json", plan)
-    with pytest.raises(AtsplanError, match="A trace has no timeline"):
+    with pytest.raises(UsageError, match="has no timeline"):
         show("trace.json", "--timeline")
+    write_record("pressure.json", pressure_result(plan))
+    assert "cut: the part" in show("pressure.json", "--png", "pressure.png")
+    assert Path("pressure.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UsageError, match="has no page"):
+        show("pressure.json", "--html", "pressure.html")
     with pytest.raises(InvalidFileError, match=r"plan\.json: not a trace"):
         show("--trace", "plan.json")
     for arguments in ((), ("plan.json", "--trace", "trace.json")):
