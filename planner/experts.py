@@ -20,6 +20,7 @@ from .units import KIB
 _MAX_MATRICES = 3
 _MAX_USED = 32
 _PADDING_BYTES = 4 * KIB  # of a tensor: alignment, and the last row of quantised ones
+_PREDICTION_BYTES = 256 * KIB  # for the prediction of a layer's routing
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class ExpertBlock:
     @property
     def expert_bytes(self) -> int:
         return sum(self.matrix_bytes)
+
+    @property
+    def n_spares(self) -> int:
+        """Slots for one use: those of a block, and room to copy some of the next one's ahead."""
+        return self.n_used + max(1, self.n_used // 2)
 
 
 @dataclass(frozen=True)
@@ -128,8 +134,8 @@ class Experts:
         total = 0
         for members, n_slots in self._slots(active, cache_bytes):
             block = self.blocks[members[0]]
-            total += (n_slots + block.n_used) * block.expert_bytes + block.scratch_bytes
-        return total
+            total += (n_slots + block.n_spares) * block.expert_bytes + block.scratch_bytes
+        return total + _PREDICTION_BYTES if total else 0
 
     def cache_bytes(self, active: Sequence[int], room_bytes: int) -> int:
         """Return the largest useful cache for which `vram_bytes` stays within the room; negative if nothing fits."""

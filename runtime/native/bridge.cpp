@@ -64,7 +64,7 @@ class CopyBridge final : public ActivationBridge {
     // Where calls return before the work is done, the host's clock does not tell.
     int64_t share_ns(uint32_t round) override { return is_asynchronous_ || share_ns_.first != round ? 0 : share_ns_.second; }
 
-    bool can_predict() const override { return true; }
+    ggml_backend_t predictor() const override { return experts_; }
 
     bool wait_predicted(uint32_t, int64_t) override {
         ggml_backend_synchronize(experts_);

@@ -68,7 +68,8 @@ class ActivationBridge {
     virtual int64_t share_ns(uint32_t round) = 0;
     // Where the share has a prediction, after the decision. Host: is it in host memory, within that time? Then, once per
     // round: what to copy behind the round's own copies, which nothing waits for but the copies of later rounds.
-    virtual bool can_predict() const = 0;
+    // Predictions run on predictor(); null: there are none.
+    virtual ggml_backend_t predictor() const = 0;
     virtual bool wait_predicted(uint32_t round, int64_t max_ns) = 0;
     virtual bool copy_ahead(const ExpertShare & share, const std::vector<HostCopy> & copies, uint32_t round) = 0;
     // Enqueue on the compute backend: assemble the result of `round` from both lanes' columns. As early as fetch().

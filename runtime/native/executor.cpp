@@ -166,13 +166,17 @@ bool Executor::compile_cpu_steps(CompiledProgram & compiled) {
         }
         choose_bridge();
     }
+    const auto next_block = [&](size_t i) {
+        const auto next = std::find_if(blocks.begin() + static_cast<ptrdiff_t>(i) + 1, blocks.end(), [](const ExpertBlock & block) { return !block.nodes.empty(); });
+        return next == blocks.end() ? nullptr : &*next;
+    };
     for (size_t i = 0; i < steps.size(); i++) {
         compiled.cpu_steps.emplace_back();
         CompiledStep & step = compiled.cpu_steps.back();
         if (!blocks[i].nodes.empty()) {
             step.experts = std::make_unique<ExpertLane::Step>();
         }
-        const bool ok = step.experts != nullptr ? expert_lane_->compile(blocks[i], *bridge_, *step.experts)
+        const bool ok = step.experts != nullptr ? expert_lane_->compile(blocks[i], next_block(i), *bridge_, *step.experts)
                                                 : arena_.compile(steps[i], step.plain);
         if (!ok) {
             return false;
@@ -195,7 +199,15 @@ ggml_status Executor::compute(ggml_cgraph * graph) {
         }
         ring_->set_timed(settings_->statistics != 0);
         note_run(*compiled);
-        status = run(*compiled);
+        const bool has_experts = std::any_of(compiled->cpu_steps.begin(), compiled->cpu_steps.end(), [](const CompiledStep & step) { return step.experts != nullptr; });
+        if (has_experts) {
+            expert_lane_->begin_token(*bridge_, *settings_);
+        }
+        const int64_t start = now_ns();
+        status              = run(*compiled);
+        if (has_experts && compiled->n_runs > runs_before_early) {
+            expert_lane_->end_token(now_ns() - start);
+        }
         round_base_ += static_cast<uint32_t>(compiled->program.cpu_steps.size());
     }
     const ExpertCounters & experts = expert_lane_->counters();
@@ -210,6 +222,9 @@ ggml_status Executor::compute(ggml_cgraph * graph) {
     round_.expert_cpu_ns      = experts.cpu_ns - experts_before.cpu_ns;
     round_.expert_gpu_ns      = experts.gpu_ns - experts_before.gpu_ns;
     round_.expert_decide_ns   = experts.decide_ns - experts_before.decide_ns;
+
+    round_.n_experts_predicted      = experts.n_predicted - experts_before.n_predicted;
+    round_.n_experts_predicted_used = experts.n_predicted_used - experts_before.n_predicted_used;
     round_.ring_bytes         = static_cast<int64_t>(ring_->size_bytes());
     round_.pinned_bytes       = static_cast<int64_t>(arena_.size_bytes());
     round_.expert_bytes       = expert_lane_->size_bytes();
@@ -223,7 +238,7 @@ void Executor::note_run(CompiledProgram & compiled) {
     const int64_t now = now_ns();
     if (compiled.n_runs > 0 && now - compiled.last_run_ns > long_pause_ns) {
         compiled.n_runs = 0;
-        expert_lane_->warm_up();
+        expert_lane_->warm_up(*bridge_);
     }
     compiled.n_runs++;
     compiled.last_run_ns = now;
@@ -319,5 +334,8 @@ ggml_status Executor::compute_step(CompiledProgram & compiled, const Operation &
     const ggml_status    status = step.experts != nullptr ? expert_lane_->run(*step.experts, *bridge_, round_of(operation))
                                                           : ggml_backend_graph_compute(cpu_.get(), step.plain.graph);
     bridge_->mark_computed(round_of(operation));
+    if (step.experts != nullptr && status == GGML_STATUS_SUCCESS) {
+        expert_lane_->look_ahead(*step.experts, *bridge_, round_of(operation));
+    }
     return status;
 }

@@ -27,8 +27,10 @@ size_t ExpertFamily::graph_bytes(const ExpertBlock & block, size_t n_graphs) {
 }
 
 bool ExpertFamily::allocate(const ExpertBlock & block, int n_slots, ggml_backend_t gpu) {
-    cache                 = std::make_unique<ExpertCache>(n_slots);
-    const size_t n_tensors       = block.weights.size() + 2 * block.nodes.size() + 6;
+    cache = std::make_unique<ExpertCache>(n_slots);
+    spares.resize(static_cast<size_t>(n_spares(static_cast<int>(block.n_used()))));
+    const int64_t n_all     = n_slots + static_cast<int64_t>(spares.size());
+    const size_t  n_tensors = block.weights.size() + 2 * block.nodes.size() + 6;
     context.reset(ggml_init({n_tensors * ggml_tensor_overhead(), nullptr, true}));
     if (!context) {
         return false;
@@ -39,7 +41,7 @@ bool ExpertFamily::allocate(const ExpertBlock & block, int n_slots, ggml_backend
         return tensor;
     };
     for (const ggml_tensor * weight : block.weights) {
-        slots.push_back(add(on_device, ggml_new_tensor_3d(context.get(), weight->type, weight->ne[0], weight->ne[1], n_slots + block.n_used())));
+        slots.push_back(add(on_device, ggml_new_tensor_3d(context.get(), weight->type, weight->ne[0], weight->ne[1], n_all)));
     }
     for (const ggml_tensor * node : block.nodes) {
         gpu_results.push_back(add(on_device, ggml_new_tensor_2d(context.get(), node->type, node->ne[0], block.n_used())));

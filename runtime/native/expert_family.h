@@ -7,11 +7,18 @@
 
 #include "ggml-cpp.h"
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
 
 struct ExpertFamily {
+    // Holds an expert for one use. Turns are counted by the lane, one per block.
+    struct Spare {
+        int32_t expert = -1;
+        int64_t turn   = -1; // of the use; later than now: copied ahead
+    };
+
     static std::string key_of(const ExpertBlock & block);
 
     // Bytes of a context for `n_graphs` graphs of the block.
@@ -23,6 +30,9 @@ struct ExpertFamily {
     // The block's nodes for n_columns experts, on this memory: the GPU's reads the slots, the CPU's the weights.
     ggml_cgraph * build_graph(ggml_context * context, const ExpertBlock & block, int64_t n_columns, bool on_gpu) const;
 
+    // Slots for one use: those of a block, and room to copy some of the next one's ahead.
+    static int n_spares(int n_used) { return n_used + std::max(1, n_used / 2); }
+
     int n_used() const { return static_cast<int>(routed_ids->ne[0]); }
 
     std::unique_ptr<ExpertCache> cache;
@@ -31,6 +41,7 @@ struct ExpertFamily {
     std::vector<ggml_tensor *>   slots; // per weight of a block: (n_in, n_out, the cache's + those for one use)
     std::vector<ggml_tensor *>   gpu_results, cpu_results; // per node of a block, n_used columns
     ggml_tensor *                gpu_x, *gpu_ids, *cpu_x, *cpu_ids, *routed_ids, *columns;
+    std::vector<Spare>           spares; // behind the cache's slots
     TimeCurve                    cpu_ns; // of n experts computed on the CPU
     TimeCurve                    gpu_ns; // of the GPU's share with n experts to copy
 };

@@ -4,7 +4,11 @@
 
 #include <algorithm>
 
-static constexpr int warm_up_runs = 3; // CUDA captures a graph in the second run and replays it from the third
+static constexpr int     warm_up_runs     = 3;     // CUDA captures a graph in the second run and replays it from the third
+static constexpr double  hit_part         = 0.01;  // of a new value in a running mean
+static constexpr double  glue_part        = 0.05;
+static constexpr double  worth_waiting_ns = 50000; // of time for copies
+static constexpr int64_t max_waiting_ns   = 20000; // for a prediction, while the CPU could compute
 
 bool ExpertLane::prepare(const std::vector<ExpertBlock> & blocks, const Settings & settings) {
     std::map<std::string, std::vector<const ExpertBlock *>> wanted;
@@ -17,7 +21,12 @@ bool ExpertLane::prepare(const std::vector<ExpertBlock> & blocks, const Settings
         return true;
     }
     free_memory();
-    cache_bytes_ = settings.expert_cache_bytes;
+    cache_bytes_    = settings.expert_cache_bytes;
+    expert_link_ns_ = static_cast<double>(settings.expert_link_ns);
+    scratch_.reset(ggml_backend_buft_alloc_buffer(ggml_backend_get_default_buffer_type(experts_), prediction_scratch_bytes));
+    if (!scratch_) {
+        return false;
+    }
     size_t all_bytes = 0;
     for (const ExpertBlock & block : blocks) {
         all_bytes += block.expert_bytes();
@@ -43,27 +52,40 @@ bool ExpertLane::prepare(const std::vector<ExpertBlock> & blocks, const Settings
     return true;
 }
 
-bool ExpertLane::compile(const ExpertBlock & block, const ActivationBridge & bridge, Step & step) {
+int ExpertLane::layer_for(const ExpertBlock & block) {
     const auto found = layer_of_.find(block.weights.front());
     if (found != layer_of_.end()) {
-        step.layer = found->second;
-    } else {
-        auto layer     = std::make_unique<Layer>();
-        layer->family  = &families_.at(ExpertFamily::key_of(block));
-        layer->weights = block.weights;
-        layer->context.reset(ggml_init({ExpertFamily::graph_bytes(block, static_cast<size_t>(block.n_used()) + 1), nullptr, true}));
-        if (!layer->context) {
-            return false;
-        }
-        layer->first_expert = layer->family->cache->add_layer(static_cast<int>(block.n_experts()));
-        layer->gpu_graph    = layer->family->build_graph(layer->context.get(), block, block.n_used(), true);
-        for (int64_t n_columns = 1; n_columns <= block.n_used(); n_columns++) {
-            layer->cpu_graphs.push_back(layer->family->build_graph(layer->context.get(), block, n_columns, false));
-        }
-        warm_up(*layer);
-        step.layer                       = static_cast<int>(layers_.size());
-        layer_of_[block.weights.front()] = step.layer;
-        layers_.push_back(std::move(layer));
+        return found->second;
+    }
+    auto layer     = std::make_unique<Layer>();
+    layer->family  = &families_.at(ExpertFamily::key_of(block));
+    layer->weights = block.weights;
+    layer->context.reset(ggml_init({ExpertFamily::graph_bytes(block, static_cast<size_t>(block.n_used()) + 1), nullptr, true}));
+    if (!layer->context) {
+        return -1;
+    }
+    layer->first_expert = layer->family->cache->add_layer(static_cast<int>(block.n_experts()));
+    layer->gpu_graph    = layer->family->build_graph(layer->context.get(), block, block.n_used(), true);
+    for (int64_t n_columns = 1; n_columns <= block.n_used(); n_columns++) {
+        layer->cpu_graphs.push_back(layer->family->build_graph(layer->context.get(), block, n_columns, false));
+    }
+    warm_up(*layer);
+    layer_of_[block.weights.front()] = static_cast<int>(layers_.size());
+    layers_.push_back(std::move(layer));
+    return static_cast<int>(layers_.size()) - 1;
+}
+
+bool ExpertLane::compile(const ExpertBlock & block, const ExpertBlock * next, const ActivationBridge & bridge, Step & step) {
+    step.layer = layer_for(block);
+    step.next  = next != nullptr ? layer_for(*next) : -1;
+    if (step.layer < 0 || (next != nullptr && step.next < 0)) {
+        return false;
+    }
+    Layer & layer = *layers_[static_cast<size_t>(step.layer)];
+    if (next != nullptr && layer.predicted != step.next) {
+        layer.prediction = make_prediction(*next, layer.family->gpu_x, scratch_.get());
+        layer.predicted  = step.next;
+        warm_up_prediction(layer, bridge);
     }
     const ExpertFamily & family = *layers_[static_cast<size_t>(step.layer)]->family;
     step.inputs           = {{block.x, family.cpu_x->data, ggml_nbytes(block.x)}, {block.ids, family.routed_ids->data, ggml_nbytes(family.routed_ids)}};
@@ -82,19 +104,70 @@ void ExpertLane::warm_up(const Layer & layer) {
     ggml_backend_synchronize(experts_);
 }
 
-void ExpertLane::warm_up() {
-    for (const std::unique_ptr<Layer> & layer : layers_) {
-        warm_up(*layer);
+void ExpertLane::warm_up_prediction(const Layer & layer, const ActivationBridge & bridge) {
+    if (layer.prediction.graph != nullptr && bridge.predictor() != nullptr) {
+        for (int run = 0; run < warm_up_runs; run++) {
+            ggml_backend_graph_compute_async(bridge.predictor(), layer.prediction.graph);
+        }
+        ggml_backend_synchronize(bridge.predictor());
     }
 }
 
-// The number of missing experts to stream that lets the GPU's share and the CPU's finish at the same time.
-static int n_to_stream(const ExpertFamily & family, int n_missing) {
-    int    best      = 0;
-    double best_time = std::max(family.gpu_ns.at(0), family.cpu_ns.at(n_missing));
-    for (int n = 1; n <= n_missing; n++) {
-        const double time = std::max(family.gpu_ns.at(n), family.cpu_ns.at(n_missing - n));
-        if (time < best_time) {
+void ExpertLane::warm_up(const ActivationBridge & bridge) {
+    for (const std::unique_ptr<Layer> & layer : layers_) {
+        warm_up(*layer);
+        warm_up_prediction(*layer, bridge);
+    }
+    trial_.restart();
+}
+
+void ExpertLane::begin_token(const ActivationBridge & bridge, const Settings & settings) {
+    const bool was_predicting = is_predicting_;
+    prediction_mode_          = settings.expert_prediction;
+    is_predicting_ = bridge.predictor() != nullptr && (prediction_mode_ > 1 || (prediction_mode_ == 1 && trial_.is_on()));
+    for (size_t i = 0; is_predicting_ && !was_predicting && i < layers_.size(); i++) {
+        warm_up_prediction(*layers_[i], bridge); // not used for a while: see long pauses
+    }
+    decided_at_ = 0;
+}
+
+void ExpertLane::end_token(int64_t ns) {
+    if (prediction_mode_ == 1) {
+        trial_.add(ns);
+    }
+}
+
+ExpertShare ExpertLane::share(const Step & step) const {
+    const Layer & layer = *layers_[static_cast<size_t>(step.layer)];
+    ExpertShare   share = {layer.gpu_graph};
+    if (is_predicting_ && step.next >= 0 && layer.predicted == step.next && layer.prediction.graph != nullptr) {
+        share.prediction = layer.prediction.graph;
+        share.predicted  = {layer.prediction.ids, ggml_backend_buffer_get_base(layer.prediction.host.get()),
+                            sizeof(int32_t) * static_cast<size_t>(layer.prediction.ids->ne[0])};
+    }
+    return share;
+}
+
+double ExpertLane::link_ns(const ExpertFamily & family) const {
+    const int typical = family.n_used() / 2;
+    return expert_link_ns_ * family.gpu_ns.ratio(typical);
+}
+
+// The number of missing experts to stream that lets the GPU's share and the CPU's finish at the same time. If the next
+// block is predicted, the link has use for the time that it is left: an expert copied ahead saves that block what both
+// sides together take for one.
+int ExpertLane::n_to_stream(const ExpertFamily & family, int n_missing, bool has_prediction, double now) const {
+    const double cpu   = family.cpu_ns.at(family.n_used()) / family.n_used();
+    const double link  = link_ns(family);
+    const double value = has_prediction ? hit_fraction_ * cpu / (cpu + link) : 0.0; // of link time
+    const double behind = std::max(0.0, link_free_at_ - now); // copies that are not done
+    int          best      = 0;
+    double       best_time = 0.0;
+    for (int n = 0; n <= n_missing; n++) {
+        const double both = std::max(family.gpu_ns.at(n), family.cpu_ns.at(n_missing - n));
+        const double idle = std::min(std::max(0.0, both + glue_ns_ - behind - n * link), family.n_used() * link);
+        const double time = both - value * idle;
+        if (n == 0 || time < best_time) {
             best      = n;
             best_time = time;
         }
@@ -113,7 +186,7 @@ void ExpertLane::copy_expert(const Layer & layer, int expert, int slot) {
 
 // Fill in the slots of the GPU's columns (n_used of them: that many it always computes) and the ids of the CPU's.
 // Returns the number of experts to stream.
-int ExpertLane::decide(Layer & layer, int32_t * slots, int32_t * ids, int & n_cpu) {
+int ExpertLane::decide(Layer & layer, bool has_prediction, int32_t * slots, int32_t * ids, int & n_cpu) {
     ExpertFamily &  family  = *layer.family;
     ExpertCache &   cache   = *family.cache;
     const int       n_used  = family.n_used();
@@ -121,14 +194,24 @@ int ExpertLane::decide(Layer & layer, int32_t * slots, int32_t * ids, int & n_cp
     auto *          columns = static_cast<ExpertColumns *>(family.columns->data);
 
     // Where is every routed expert? slot_of[j] stays -1 for experts on the CPU; a repeated expert is decided once.
-    int first_use[max_expert_columns], slot_of[max_expert_columns];
+    int  first_use[max_expert_columns], slot_of[max_expert_columns];
+    bool is_taken[2 * max_expert_columns] = {}; // spare slots
     int missing[max_expert_columns]; // columns of the first use of each missing expert
     int n_missing = 0;
     cache.begin_round();
     for (int j = 0; j < n_used; j++) {
         first_use[j] = static_cast<int>(std::find(routed, routed + j, routed[j]) - routed);
         slot_of[j]   = first_use[j] < j ? -1 : cache.use(layer.first_expert + routed[j]);
-        if (first_use[j] == j && slot_of[j] < 0) {
+        if (first_use[j] < j || slot_of[j] >= 0) {
+            continue;
+        }
+        for (size_t i = 0; i < family.spares.size(); i++) {
+            if (family.spares[i].turn == turn_ && family.spares[i].expert == layer.first_expert + routed[j]) {
+                is_taken[i] = true;
+                slot_of[j]  = cache.n_slots() + static_cast<int>(i);
+            }
+        }
+        if (slot_of[j] < 0) {
             missing[n_missing++] = j;
         }
     }
@@ -136,12 +219,19 @@ int ExpertLane::decide(Layer & layer, int32_t * slots, int32_t * ids, int & n_cp
         const double score_a = cache.score(layer.first_expert + routed[a]), score_b = cache.score(layer.first_expert + routed[b]);
         return score_a != score_b ? score_a > score_b : a < b;
     });
-    const int n_streamed = n_to_stream(family, n_missing);
+    const int n_streamed = n_to_stream(family, n_missing, has_prediction, static_cast<double>(now_ns()));
     for (int i = 0; i < n_streamed; i++) {
-        const int j    = missing[i];
-        const int slot = cache.admit(layer.first_expert + routed[j]);
-        slot_of[j]     = slot >= 0 ? slot : cache.n_slots() + i;
+        const int j = missing[i];
+        slot_of[j]  = cache.admit(layer.first_expert + routed[j]);
+        if (slot_of[j] < 0) { // a guess that was wrong is overwritten
+            const ptrdiff_t spare = std::find(is_taken, is_taken + family.spares.size(), false) - is_taken;
+            is_taken[spare]       = true;
+            slot_of[j]            = cache.n_slots() + static_cast<int>(spare);
+        }
         copy_expert(layer, routed[j], slot_of[j]);
+    }
+    for (size_t i = 0; i < family.spares.size(); i++) {
+        family.spares[i] = {-1, is_taken[i] ? turn_ : -1};
     }
     int n_gpu = 0;
     n_cpu     = 0;
@@ -171,26 +261,53 @@ void ExpertLane::note_share(ActivationBridge & bridge) {
     last_ = {};
 }
 
+// What became of the experts that were copied ahead.
+void ExpertLane::note_prediction(int layer, const int32_t * routed, int n_used) {
+    if (ahead_.layer == layer && ahead_.n_experts > 0) {
+        const auto is_routed = [&](int32_t expert) { return std::find(routed, routed + n_used, expert) != routed + n_used; };
+        const auto n_right   = std::count_if(ahead_.experts, ahead_.experts + ahead_.n_experts, is_routed);
+        counters_.n_predicted_used += n_right;
+        hit_fraction_ += hit_part * (static_cast<double>(n_right) / ahead_.n_experts - hit_fraction_);
+    }
+    ahead_ = {};
+}
+
 ggml_status ExpertLane::run(const Step & step, ActivationBridge & bridge, uint32_t round) {
-    const int64_t  start  = now_ns();
-    Layer &        layer  = *layers_[static_cast<size_t>(step.layer)];
-    ExpertFamily & family = *layer.family;
-    int32_t *      ids    = static_cast<int32_t *>(family.cpu_ids->data);
-    int32_t *      slots  = ids + family.n_used();
+    const int64_t     start  = now_ns();
+    Layer &           layer  = *layers_[static_cast<size_t>(step.layer)];
+    ExpertFamily &    family = *layer.family;
+    int32_t *         ids    = static_cast<int32_t *>(family.cpu_ids->data);
+    int32_t *         slots  = ids + family.n_used();
+    const ExpertShare share  = this->share(step);
+    turn_++;
     note_share(bridge);
+    note_prediction(step.layer, static_cast<const int32_t *>(family.routed_ids->data), family.n_used());
     copies_.clear();
     int       n_cpu      = 0;
-    const int n_streamed = decide(layer, slots, ids, n_cpu);
+    const int n_streamed = decide(layer, share.prediction != nullptr, slots, ids, n_cpu);
     copies_.push_back({family.gpu_ids->data, slots, ggml_nbytes(family.gpu_ids)});
     if (!bridge.can_copy_within_gpu()) {
         copies_.push_back({family.gpu_x->data, family.cpu_x->data, ggml_nbytes(family.gpu_x)});
     }
     const int64_t decided = now_ns();
     counters_.decide_ns += decided - start;
-    if (!bridge.decide_experts(share(step), copies_, round)) {
+    if (!bridge.decide_experts(share, copies_, round)) {
         return GGML_STATUS_FAILED;
     }
     last_ = {&family, round, n_streamed};
+    if (decided_at_ > 0) {
+        glue_ns_ += glue_part * (static_cast<double>(decided - decided_at_) - both_ns_ - glue_ns_);
+    }
+    decided_at_       = decided;
+    both_ns_          = std::max(family.gpu_ns.at(n_streamed), family.cpu_ns.at(n_cpu));
+    link_free_at_     = std::max(link_free_at_, static_cast<double>(decided)) + n_streamed * link_ns(family);
+    ahead_.is_decided = share.prediction == nullptr;
+
+    // Where the link will be done long before the CPU, it goes on with the next block meanwhile.
+    const double free_ns = static_cast<double>(decided) + family.cpu_ns.at(n_cpu) - link_free_at_;
+    if (!ahead_.is_decided && free_ns > worth_waiting_ns && bridge.wait_predicted(round, max_waiting_ns)) {
+        copy_ahead(step, bridge, round);
+    }
     if (n_cpu == 0) {
         return GGML_STATUS_SUCCESS;
     }
@@ -202,18 +319,64 @@ ggml_status ExpertLane::run(const Step & step, ActivationBridge & bridge, uint32
     return status;
 }
 
+void ExpertLane::look_ahead(const Step & step, ActivationBridge & bridge, uint32_t round) {
+    if (!ahead_.is_decided) {
+        copy_ahead(step, bridge, round);
+    }
+}
+
+// As many of the next block's most probable experts as the link has time for until that block is decided.
+void ExpertLane::copy_ahead(const Step & step, ActivationBridge & bridge, uint32_t round) {
+    const ExpertShare share = this->share(step);
+    Layer &           next  = *layers_[static_cast<size_t>(step.next)];
+    ExpertCache &     cache = *next.family->cache;
+    const int32_t *   ids   = static_cast<const int32_t *>(share.predicted.host);
+    const double      link  = link_ns(*next.family);
+    const double      begin = std::max(link_free_at_, static_cast<double>(now_ns()));
+    // One more for which there is not quite time pays if it is right often enough.
+    const double      room  = (static_cast<double>(decided_at_) + both_ns_ + glue_ns_ - begin) / link + hit_fraction_;
+    const int         least = prediction_mode_ > 1 ? 1 : 0;
+    const int         limit = !bridge.wait_predicted(round, 0) ? 0 : room > least ? static_cast<int>(std::min<double>(room, max_expert_columns)) : least;
+    ahead_.layer            = step.next;
+    ahead_.is_decided       = true;
+    copies_.clear();
+    for (int j = 0; j < next.family->n_used() && ahead_.n_experts < limit; j++) {
+        const int32_t expert = next.first_expert + ids[j];
+        if (cache.slot_of(expert) >= 0) {
+            continue;
+        }
+        int slot = cache.admit(expert);
+        if (slot < 0) {
+            std::vector<ExpertFamily::Spare> & spares = next.family->spares;
+            const auto spare = std::find_if(spares.begin(), spares.end(), [&](const ExpertFamily::Spare & candidate) { return candidate.turn < turn_; });
+            if (spare == spares.end()) {
+                break;
+            }
+            *spare = {expert, turn_ + 1};
+            slot   = cache.n_slots() + static_cast<int>(spare - spares.begin());
+        }
+        copy_expert(next, ids[j], slot);
+        ahead_.experts[ahead_.n_experts++] = ids[j];
+    }
+    link_free_at_ = begin + ahead_.n_experts * link;
+    counters_.n_predicted += ahead_.n_experts;
+    bridge.copy_ahead(share, copies_, round);
+}
+
 void ExpertLane::free_memory() {
     ggml_backend_synchronize(experts_);
-    last_ = {};
+    last_  = {};
+    ahead_ = {};
     layers_.clear();
     layer_of_.clear();
     families_.clear();
+    scratch_.reset();
     cache_bytes_ = -1;
     generation_++;
 }
 
 int64_t ExpertLane::size_bytes() const {
-    int64_t bytes = 0;
+    int64_t bytes = scratch_ ? static_cast<int64_t>(ggml_backend_buffer_get_size(scratch_.get())) : 0;
     for (const auto & entry : families_) {
         bytes += static_cast<int64_t>(ggml_backend_buffer_get_size(entry.second.device.get()));
     }

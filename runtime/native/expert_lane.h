@@ -5,6 +5,8 @@
 #include "bridge.h"
 #include "expert_block.h"
 #include "expert_family.h"
+#include "expert_predictor.h"
+#include "prediction_trial.h"
 #include "settings.h"
 
 #include "ggml-cpp.h"
@@ -23,6 +25,8 @@ struct ExpertCounters {
     int64_t cpu_ns     = 0; // computing on the CPU
     int64_t gpu_ns     = 0; // the GPU's shares, copies included
     int64_t decide_ns  = 0; // choosing a place for every expert
+    int64_t n_predicted      = 0; // copied ahead
+    int64_t n_predicted_used = 0;
 };
 
 class ExpertLane {
@@ -30,6 +34,7 @@ class ExpertLane {
     // What the executor needs to run one block of one program.
     struct Step {
         int                   layer = -1; // index of the layer's graphs
+        int                   next  = -1; // of the block after it, if that can be predicted
         std::vector<Crossing> inputs;
         ExpertJoin            join;
     };
@@ -41,18 +46,26 @@ class ExpertLane {
     // Make room for these blocks' experts. Steps made before are void if generation() changed. False: out of memory.
     bool prepare(const std::vector<ExpertBlock> & blocks, const Settings & settings);
 
-    // Build, or find, what runs the block. `bridge` decides how its input reaches the experts.
-    bool compile(const ExpertBlock & block, const ActivationBridge & bridge, Step & step);
+    // Build, or find, what runs the block. `bridge` decides how its input reaches the experts. `next` is the program's next
+    // block, or null.
+    bool compile(const ExpertBlock & block, const ExpertBlock * next, const ActivationBridge & bridge, Step & step);
 
     // Have the GPU's graphs captured while nothing waits for the host: capturing may wait for the GPU to be idle.
-    void warm_up();
+    void warm_up(const ActivationBridge & bridge);
+
+    // Around every program with steps. The time decides whether later ones predict.
+    void begin_token(const ActivationBridge & bridge, const Settings & settings);
+    void end_token(int64_t ns);
 
     // The step's share on the GPU, for start_experts().
-    ExpertShare share(const Step & step) const { return {layers_[static_cast<size_t>(step.layer)]->gpu_graph}; }
+    ExpertShare share(const Step & step) const;
 
     // After the inputs were published: choose a place for every routed expert, start the GPU's, compute the CPU's.
     // Writes step.join.columns; the caller then marks the round as computed.
     ggml_status run(const Step & step, ActivationBridge & bridge, uint32_t round);
+
+    // After the round was marked as computed: copy experts of the next block ahead, if run() did not.
+    void look_ahead(const Step & step, ActivationBridge & bridge, uint32_t round);
 
     int                    generation() const { return generation_; }
     int64_t                size_bytes() const;
@@ -65,6 +78,8 @@ class ExpertLane {
         std::vector<ggml_tensor *> weights;
         ggml_context_ptr           context;
         ggml_cgraph *              gpu_graph = nullptr; // always n_used columns: one graph that CUDA can replay
+        ExpertPrediction           prediction;          // of the layer `predicted`
+        int                        predicted = -1;
         std::vector<ggml_cgraph *> cpu_graphs;          // [n - 1] computes n columns
     };
 
@@ -74,11 +89,25 @@ class ExpertLane {
         int            n_streamed = 0;
     };
 
-    void free_memory();
-    void warm_up(const Layer & layer);
-    void note_share(ActivationBridge & bridge);
-    void copy_expert(const Layer & layer, int expert, int slot);
-    int  decide(Layer & layer, int32_t * slots, int32_t * ids, int & n_cpu);
+    // What lies in VRAM, or will, before its block is run.
+    struct Ahead {
+        int     layer      = -1;
+        bool    is_decided = true;
+        int     n_experts  = 0;
+        int32_t experts[max_expert_columns] = {};
+    };
+
+    void   free_memory();
+    int    layer_for(const ExpertBlock & block); // -1: out of memory
+    void   warm_up(const Layer & layer);
+    void   warm_up_prediction(const Layer & layer, const ActivationBridge & bridge);
+    void   note_share(ActivationBridge & bridge);
+    void   note_prediction(int layer, const int32_t * routed, int n_used);
+    void   copy_expert(const Layer & layer, int expert, int slot);
+    int    n_to_stream(const ExpertFamily & family, int n_missing, bool has_prediction, double now) const;
+    int    decide(Layer & layer, bool has_prediction, int32_t * slots, int32_t * ids, int & n_cpu);
+    void   copy_ahead(const Step & step, ActivationBridge & bridge, uint32_t round);
+    double link_ns(const ExpertFamily & family) const; // of one expert
 
     ggml_backend_t                                experts_, cpu_;
     int64_t                                       cache_bytes_ = -1;
@@ -88,5 +117,17 @@ class ExpertLane {
     std::unordered_map<const ggml_tensor *, int>  layer_of_; // by first weight
     std::vector<HostCopy>                         copies_;   // of the round
     Measured                                      last_;
+    ggml_backend_buffer_ptr                       scratch_;  // of predictions
+    PredictionTrial                               trial_;
+    bool                                          is_predicting_ = false;
+    int64_t                                       prediction_mode_ = 0; // as in the settings
+    double                                        expert_link_ns_ = 0; // as expected
+    Ahead                                         ahead_;
+    int64_t                                       turn_         = 0;   // blocks run
+    double                                        hit_fraction_ = 0.5; // of experts copied ahead
+    double                                        glue_ns_      = 0;   // mean time between a block's end and the next decision
+    int64_t                                       decided_at_   = 0;   // the last block; 0: it was another token's
+    double                                        both_ns_      = 0;   // what that block was expected to take from then on
+    double                                        link_free_at_ = 0;   // when the copies asked for so far should be done
     ExpertCounters                                counters_;
 };

@@ -31,6 +31,7 @@ static int64_t * find_option(Settings & settings, const char * name) {
         {"expert_cache_bytes", &settings.expert_cache_bytes}, {"expert_cpu_ns", &settings.expert_cpu_ns},
         {"expert_cpu_base_ns", &settings.expert_cpu_base_ns},
         {"expert_link_ns", &settings.expert_link_ns}, {"expert_link_latency_ns", &settings.expert_link_latency_ns},
+        {"expert_prediction", &settings.expert_prediction},
     };
     for (const auto & option : options) {
         if (name != nullptr && strcmp(option.name, name) == 0) {

@@ -29,6 +29,7 @@ struct Settings {
     int64_t expert_cpu_base_ns    = 0; // beyond that, once per block
     int64_t expert_link_ns        = 0; // one expert copied to VRAM
     int64_t expert_link_latency_ns = 0; // of the GPU's share beyond its copies
+    int64_t expert_prediction      = 1; // 0: never, 1: where it makes tokens faster, 2: always
 
     WeightClasses classes_of(const char * name) const {
         const auto found = classes.find(name);

@@ -17,6 +17,9 @@ class TimeCurve {
         }
     }
 
+    // Of what was measured to the prior.
+    double ratio(int n) const { return ratios_[static_cast<size_t>(n)]; }
+
     double at(int n) const { return prior_ns_[static_cast<size_t>(n)] * ratios_[static_cast<size_t>(n)]; }
 
     // A measurement corrects its neighbours too, the less the farther they are: what is never tried is not judged by its

@@ -277,7 +277,7 @@ class ZeroCopyBridge final : public ActivationBridge {
         return time.round == round ? static_cast<int64_t>(time.ns) : 0;
     }
 
-    bool can_predict() const override { return !launches_block_; }
+    ggml_backend_t predictor() const override { return launches_block_ ? nullptr : compute_; }
 
     bool wait_predicted(uint32_t round, int64_t max_ns) override { return is_reached(pinned_->predicted, round, max_ns); }
 

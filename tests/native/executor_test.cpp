@@ -43,7 +43,7 @@ struct Model {
             for (const char * role : {"q", "k", "v", "o"}) {
                 add(block + role, any_type(), n_embd, n_embd);
             }
-            const int64_t count = layer == 1 ? n_experts : 1; // the second layer routes to experts
+            const int64_t count = layer >= 1 ? n_experts : 1; // all layers but the first route to experts
             if (count > 1) {
                 add(block + "router", GGML_TYPE_F32, n_embd, n_experts);
             }
@@ -121,7 +121,7 @@ class Instance {
         ggml_tensor * x = input_;
         for (int layer = 0; layer < n_layers; layer++) {
             x = ggml_add(c, x, attention(c, layer, ggml_mul(c, ggml_rms_norm(c, x, 1e-5f), weight(layer, "norm"))));
-            x = ggml_add(c, x, layer == 1 ? experts(c, layer, x) : feed_forward(c, layer, x));
+            x = ggml_add(c, x, layer >= 1 ? experts(c, layer, x) : feed_forward(c, layer, x));
         }
         output_ = x;
         ggml_set_output(output_);
@@ -191,6 +191,7 @@ void choose_options(std::mt19937 & random) {
     ats_set_option("expert_cpu_ns", by_expert ? 1000 : 0);
     ats_set_option("expert_link_ns", by_expert ? 1 + random() % 3000 : 0);
     ats_set_option("expert_cache_bytes", random() % 2 ? 100000 : 0);
+    ats_set_option("expert_prediction", random() % 3);
 }
 
 // Both lanes were used in every way, else a test that passes says little.
@@ -198,7 +199,8 @@ bool everything_was_used() {
     ats_statistics counters;
     ats_get_statistics(&counters, true);
     const int64_t used[] = {counters.n_cpu_steps, counters.n_gpu_steps, counters.n_streamed, counters.n_slot_stalls,
-                            counters.n_experts_resident, counters.n_experts_streamed, counters.n_experts_cpu};
+                            counters.n_experts_resident, counters.n_experts_streamed, counters.n_experts_cpu,
+                            counters.n_experts_predicted, counters.n_experts_predicted_used};
     return std::find(std::begin(used), std::end(used), 0) == std::end(used);
 }
 

@@ -1,5 +1,6 @@
 // The policy of the expert cache: counts fade, the least used one goes, and what is in use stays. And what is learnt of times.
 #include "expert_cache.h"
+#include "prediction_trial.h"
 #include "time_curve.h"
 
 #include <cstdio>
@@ -138,7 +139,26 @@ static void test_times_are_learnt() {
     check(curve.at(2) < 12, "a mean that is not measured any more follows its neighbours");
 }
 
+// Decodes tokens that take these times; returns how many of the last 100 were predicted.
+static int predicted(PredictionTrial & trial, int n_tokens, int without, int with) {
+    int n = 0;
+    for (int i = 0; i < n_tokens; i++) {
+        n += i >= n_tokens - 100 && trial.is_on();
+        trial.add((trial.is_on() ? with : without) + (i % 7 == 0 ? 500 : i % 3)); // and noise
+    }
+    return n;
+}
+
+static void test_prediction_stays_where_it_pays() {
+    PredictionTrial trial;
+    check(!trial.is_on() && predicted(trial, 64, 1000, 900) > 0, "both are tried");
+    check(predicted(trial, 500, 1000, 900) == 100, "it pays");
+    check(predicted(trial, 800, 1000, 1100) == 0, "it is tried again, and does not pay any more");
+    check(predicted(trial, 1200, 1000, 995) == 0, "hardly better is not enough");
+}
+
 int main() {
+    test_prediction_stays_where_it_pays();
     test_times_are_learnt();
     test_slots_fill_before_anything_is_replaced();
     test_the_least_used_one_goes();

@@ -68,9 +68,11 @@ def expected(library: Library, models: dict[str, Path]) -> dict[str, NDArray[np.
     return rows
 
 
-def logits_of(engine: Engine) -> tuple[NDArray[np.float32], Statistics | None]:
+def logits_of(engine: Engine, prediction: int = 1) -> tuple[NDArray[np.float32], Statistics | None]:
     """Return the logits after a prompt, decoded tokens, and small batches; and what happened while decoding."""
     with engine:
+        if isinstance(engine, PlanEngine):
+            engine.helper.set_option("expert_prediction", prediction)
         engine.evaluate(PROMPT)
         rows = [engine.logits()]
         counters = None
@@ -144,6 +146,30 @@ def test_any_number_streamed_any_cache(
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_experts_copied_ahead(
+    library: Library,
+    models: dict[str, Path],
+    weights: dict[str, tuple[WeightUse, ...]],
+    expected: dict[str, NDArray[np.float32]],
+    name: str,
+) -> None:
+    _, one = expert_bytes(weights[name])
+    n_used = N_USED.get(name, 4)
+    for k in range(n_used + 1):
+        policy = forced(n_used, k, cache_bytes=k % 3 * 6 * one)
+        plan = plan_for(models[name], experts_on_the_cpu(weights[name]), n_ubatch=64, experts=policy)
+        rows, counters = logits_of(PlanEngine(library, models[name], plan), prediction=2)
+        np.testing.assert_array_equal(rows, expected[name], err_msg=f"k = {k}")
+        assert counters is not None
+        assert counters.n_experts_predicted > 0
+        assert 0 < counters.n_experts_predicted_used <= counters.n_experts_predicted
+        without, counters = logits_of(PlanEngine(library, models[name], plan), prediction=0)
+        np.testing.assert_array_equal(without, expected[name], err_msg=f"k = {k}")
+        assert counters is not None
+        assert counters.n_experts_predicted == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_any_classes_of_the_other_weights(
     library: Library,
     models: dict[str, Path],
@@ -157,7 +183,7 @@ def test_any_classes_of_the_other_weights(
             models[name], random_placements(weights[name], seed), n_ubatch=64, ring_bytes=seed * 2 * 1024**2,
             experts=forced(4, 2, cache_bytes=seed * 8 * one),
         )  # fmt: skip
-        rows, _ = logits_of(PlanEngine(library, models[name], plan))
+        rows, _ = logits_of(PlanEngine(library, models[name], plan), prediction=2)
         np.testing.assert_array_equal(rows, expected[name], err_msg=f"seed {seed}")
 
 
@@ -188,7 +214,8 @@ def test_the_counts_in_words() -> None:
 
 def test_the_policy_of_the_cache(tmp_path: Path) -> None:
     program = tmp_path / "expert_cache_test"
-    sources = [Path(__file__).with_name("expert_cache_test.cpp"), build.SOURCE_FOLDER / "expert_cache.cpp"]
+    names = ("expert_cache.cpp", "prediction_trial.cpp")
+    sources = [Path(__file__).with_name("expert_cache_test.cpp"), *(build.SOURCE_FOLDER / name for name in names)]
     sanitizers = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     compiler = build.find_compilers(build.find_llama()).cxx
     command = [compiler, *build.CXX_FLAGS, "-Werror", *sanitizers, f"-I{build.SOURCE_FOLDER}", *map(str, sources)]

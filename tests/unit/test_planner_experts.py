@@ -66,12 +66,14 @@ def test_the_cpu_alone_is_not_slowed_down() -> None:
 
 def test_vram_as_the_engine_allocates_it() -> None:
     two = experts("aab")
-    assert two.vram_bytes([0, 1, 2], 0) == 2 * (4 * 100 + 7)  # two families, each with room for 4 streamed experts
+    spare = 6 * 100 + 7  # per family: room for 4 streamed experts, and 2 that are copied ahead
+    prediction = 256 * KIB
+    assert two.vram_bytes([0, 1, 2], 0) == 2 * spare + prediction
     # 1000 bytes: two thirds for the first family's two blocks, 6 slots; one third for the other, 3 slots.
-    assert two.vram_bytes([0, 1, 2], 1000) == 2 * (4 * 100 + 7) + 6 * 100 + 3 * 100
-    assert two.vram_bytes([0], 1 << 30) == 4 * 100 + 7 + 8 * 100  # more than all experts of the block are never cached
-    assert two.cache_bytes([0, 1, 2], 10_000) == 2400
-    assert two.cache_bytes([0], 807) == 400
+    assert two.vram_bytes([0, 1, 2], 1000) == 2 * spare + prediction + 6 * 100 + 3 * 100
+    assert two.vram_bytes([0], 1 << 30) == spare + prediction + 8 * 100  # never more than all of the block
+    assert two.cache_bytes([0, 1, 2], prediction + 10_000) == 2400
+    assert two.cache_bytes([0], prediction + spare + 400) == 400
     assert two.cache_bytes([0], 100) < 0
     assert two.vram_bytes([], 1000) == 0
 
