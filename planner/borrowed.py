@@ -18,6 +18,8 @@ from .memory import fixed_memory
 from .problem import build_graph, find_units
 from .workload import Workload
 
+_SHORTEST_SECONDS = 1e-9  # of a kernel; less is no measurement
+
 
 def borrow(model: Profile, machine: Profile) -> Profile:
     """Return what a profile of `model`'s model on `machine`'s machine would roughly say.
@@ -45,7 +47,7 @@ def borrow(model: Profile, machine: Profile) -> Profile:
         n_context=model.n_context,
         weights=model.weights,
         kernels=kernels,
-        glue=tuple(_glue(model, machine)),
+        glue=tuple(_glue(model, machine, rates.gpu_bytes_per_second())),
         memory=model.memory,
         experts=tuple(_experts(model, machine)),
         routing=model.routing,
@@ -62,15 +64,23 @@ class _Rates:
 
     def __init__(self, profile: Profile) -> None:
         graph = build_graph(profile.weights)
-        self.replaced: dict[str, str] = {}
-        self._bits = {weight.type: _bits(weight) for weight in profile.products}
-        self._sizes = {(weight.type, weight.shape): weight.size_bytes for weight in profile.weights}
+        sizes = {(weight.type, weight.shape): weight.size_bytes for weight in profile.products}
         # Computed for the last token of a batch only, whatever the number of tokens in its timing.
         terminal = {(w.op, w.shape) for w, last in zip(profile.weights, graph.is_terminal, strict=True) if last}
-        self._kernels = [
-            kernel for kernel in profile.kernels if kernel.n_tokens == 1 or (kernel.op, kernel.shape) not in terminal
+        self._points = [
+            (kernel, _work(kernel.shape, sizes[kernel.type, kernel.shape], kernel.n_experts_used, kernel.n_tokens))
+            for kernel in profile.kernels
+            if (kernel.type, kernel.shape) in sizes
+            and (kernel.n_tokens == 1 or (kernel.op, kernel.shape) not in terminal)
         ]
+        self._bits = {k.type: _bits(sizes[k.type, k.shape], k.shape) for k, _ in self._points}
+        self.replaced: dict[str, str] = {}
         self._line = cache(self._fit)
+
+    def gpu_bytes_per_second(self) -> float:
+        """Return the highest rate at which the GPU reads weights; infinite if none was measured."""
+        decode = [(k, work) for k, work in self._points if (k.device, k.n_tokens) == ("gpu", 1)]
+        return max((work / _seconds(kernel) for kernel, work in decode), default=math.inf)
 
     def seconds(self, weight: WeightUse, n_experts: int, device: str, n_tokens: int, n_threads: int) -> float:
         latency, slope = self._line(weight.op, self._stand_in(weight), device, n_tokens, n_threads)
@@ -78,32 +88,32 @@ class _Rates:
 
     def _stand_in(self, weight: WeightUse) -> str:
         """Return the weight's type, or the measured one with the most similar size."""
-        if weight.type not in self._bits:
-            own = _bits(weight)
+        if weight.type not in self._bits and self._bits:
+            own = _bits(weight.size_bytes, weight.shape)
             self.replaced[weight.type] = min(self._bits, key=lambda kind: (abs(math.log(self._bits[kind] / own)), kind))
         return self.replaced.get(weight.type, weight.type)
 
     def _fit(self, op: str, kind: str, device: str, n_tokens: int, n_threads: int) -> tuple[float, float]:
         """Return (latency, seconds per unit of work) of such kernels, if possible of this type and operation."""
-        here = [k for k in self._kernels if (k.device, k.n_tokens, k.n_threads) == (device, n_tokens, n_threads)]
+        here = [
+            (k.op, k.type, work, _seconds(k))
+            for k, work in self._points
+            if (k.device, k.n_tokens, k.n_threads) == (device, n_tokens, n_threads)
+        ]
         if not here:
             raise MismatchError(
                 f"The profile has no times for batches of {n_tokens} tokens on the {device.upper()}.",
                 "Take another profile of that machine.",
             )
-        of_kind = [k for k in here if k.type == kind] or here
-        points = self._points([k for k in of_kind if k.op == op] or of_kind)
-        if len(set(points)) > 1:
-            return _relative_line(points)
-        ((work, seconds),) = set(points)  # one size tells no latency: take that of all kernels
-        latency = min(seconds, _relative_line(self._points(here))[0])
-        return latency, (seconds - latency) / work
-
-    def _points(self, kernels: Sequence[KernelTiming]) -> list[tuple[float, float]]:
-        return [
-            (_work(k.shape, self._sizes[k.type, k.shape], k.n_experts_used, k.n_tokens), k.seconds.median)
-            for k in kernels
-        ]
+        of_kind = [point for point in here if point[1] == kind] or here
+        chosen = [point for point in of_kind if point[0] == op] or of_kind
+        if len({work for _, _, work, _ in chosen}) > 1:
+            return _relative_line([point[2:] for point in chosen])
+        # One size tells no latency: take that of all kernels.
+        _, per_work = _relative_line([point[2:] for point in chosen])
+        seconds = per_work * chosen[0][2]
+        latency = min(seconds, _relative_line([point[2:] for point in here])[0])
+        return latency, (seconds - latency) / chosen[0][2]
 
 
 def _kernels(model: Profile, machine: Profile, rates: _Rates) -> Iterator[KernelTiming]:
@@ -125,14 +135,12 @@ def _kernels(model: Profile, machine: Profile, rates: _Rates) -> Iterator[Kernel
                     yield KernelTiming(op, kind, shape, n, device, n_tokens, n_threads, Series((seconds,)))
 
 
-def _glue(model: Profile, machine: Profile) -> Iterator[GlueTiming]:
+def _glue(model: Profile, machine: Profile, rate: float) -> Iterator[GlueTiming]:
     """Scale the nodes without weights: reading the KV cache to its size, a token's rest to layers, a batch to width."""
-    layers = model.model.n_layers / machine.model.n_layers
-    rates = (weight.size_bytes / machine.kernel_seconds(weight, "gpu", 1) for weight in machine.products)
-    rate = max(rates, default=math.inf)  # bytes per second that the GPU reads
+    layers = model.model.n_layers / max(1, machine.model.n_layers)
     for timing in machine.glue:
         if timing.n_tokens > 1:
-            seconds = timing.seconds.median * layers * model.model.n_embd / machine.model.n_embd
+            seconds = timing.seconds.median * layers * model.model.n_embd / max(1, machine.model.n_embd)
         else:
             rest = max(0.0, timing.seconds.median - _context_bytes(machine, timing.n_context) / rate)
             seconds = rest * layers + _context_bytes(model, model.n_context) / rate
@@ -149,7 +157,7 @@ def _experts(model: Profile, machine: Profile) -> Iterator[ExpertTiming]:
     if not lines:
         return
     latency = sum(latency for latency, _ in lines.values()) / len(lines)
-    seconds_per_byte = sum(slope for _, slope in lines.values()) / sum(map(sum, lines))
+    seconds_per_byte = sum(slope for _, slope in lines.values()) / max(1, sum(map(sum, lines)))
     kinds = {block.matrix_bytes: block.n_used for block in find_blocks(model.weights, find_units(model.weights))}
     for matrix_bytes, n_used in kinds.items():
         for n_experts in sorted({1, n_used}):
@@ -158,13 +166,17 @@ def _experts(model: Profile, machine: Profile) -> Iterator[ExpertTiming]:
 
 
 def _work(shape: Sequence[int], size_bytes: int, n_experts: int, n_tokens: int) -> float:
-    """Return the bytes that one token reads, or the multiplications of a batch."""
-    share = n_experts / shape[2] if n_experts else 1.0
-    return share * (size_bytes if n_tokens == 1 else math.prod(shape) * n_tokens)
+    """Return the bytes that one token reads, or the multiplications of a batch; at least 1."""
+    share = n_experts / max(1, math.prod(shape[2:])) if n_experts else 1.0
+    return max(1.0, share * (size_bytes if n_tokens == 1 else math.prod(shape) * n_tokens))
 
 
-def _bits(weight: WeightUse) -> float:
-    return 8 * weight.size_bytes / math.prod(weight.shape)
+def _bits(size_bytes: int, shape: Sequence[int]) -> float:
+    return max(1, 8 * size_bytes) / max(1, math.prod(shape))
+
+
+def _seconds(kernel: KernelTiming) -> float:
+    return max(kernel.seconds.median, _SHORTEST_SECONDS)
 
 
 def _relative_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -27,6 +27,7 @@ from typing import Any
 
 from rich.console import Console
 
+from planner.borrowed import borrow
 from planner.errors import AtsplanError
 from planner.explain import plan_view, profile_view
 from planner.gguf_model import model_info, read_gguf, read_tensor_bytes
@@ -186,6 +187,9 @@ def profile_case(profiles: Sequence[str], generator: random.Random) -> str:
     with time_limit(MAX_SECONDS):
         profile = from_json(data, Profile, "profile.json")
         show(profile_view(profile))
+        if generator.random() < 0.5:
+            other = from_json(generator.choice(profiles).encode(), Profile, "other.json")
+            profile = borrow(*generator.choice([(profile, other), (other, profile)]))
     if generator.random() < 0.75:  # solving takes most of the time
         return "read"
     budget_bytes = generator.choice([1, 64, 600, 2000, 10**6]) * MIB

@@ -106,6 +106,15 @@ def test_experts_from_a_machine_that_measured_none_are_computed_together() -> No
     assert solve(profile, 6 * GIB, Workload(n_threads=8)).experts is None
 
 
+def test_shapes_that_were_not_measured_lie_on_the_line_of_the_others() -> None:
+    expected = synthetic_profile(QWEN3_14B)
+    partial = replace(expected, kernels=tuple(kernel for kernel in expected.kernels if 17408 not in kernel.shape))
+    product = next(weight for weight in expected.weights if weight.name == "blk.0.ffn_up.weight")
+    for device, n_threads in (("cpu", 8), ("gpu", 0)):
+        known = expected.kernel_seconds(product, device, 1, n_threads)
+        assert borrow(expected, partial).kernel_seconds(product, device, 1, n_threads) == pytest.approx(known)
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
     model, machine = synthetic_profile(TINY), synthetic_profile(QWEN3_14B)
     with pytest.raises(MismatchError, match=r"with micro-batches of 256 tokens, Qwen3-14B with 512\. Profile it again"):
