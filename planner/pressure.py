@@ -115,7 +115,7 @@ def pressure_view(result: PressureResult) -> RenderableType:
         table.add_row(phase.load, *_cells(one), *_cells(other), "" if cut is None else f"{cut:.0%}")
     title = Text(title_of(result.adaptive.trace).removesuffix(", adaptive"), style="bold")
     title.append(
-        f"\nmedian of a token, its rise over the first phase, and the tokens after which it has settled;\n"
+        f"\nmedian of a token, its rise over the first phase, tokens after which it has settled;\n"
         f"cut: the part of static's rise that adapting avoids; {result.n_load_processes} processes load the CPU",
         "not bold dim",
     )
@@ -129,7 +129,7 @@ def remarks(result: PressureResult) -> list[str]:
     adaptive, static = (next((f for f in figures if f), None) for _, figures in pairs)
     if adaptive and static:
         difference = adaptive.settled_seconds / static.settled_seconds - 1
-        lines.append(f"quiet: adaptive takes {difference:+.1%} of static's time")
+        lines.append(f"quiet: {difference:+.1%} time per token, adaptive against static")
     lasts = [f"{name} {figures[-1].rise:+.1%}" for name, figures in pairs if figures and figures[-1]]
     if lasts:
         lines.append(f"last phase against the first: {', '.join(lasts)}")

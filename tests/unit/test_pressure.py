@@ -93,7 +93,7 @@ def test_the_table(result: PressureResult) -> None:
         [LINK_LOAD, "140.0 ms", "+40%", "3", "180.0 ms", "+80%", "0", "50%"],
     ]
     lines = remarks(result)
-    assert lines[0] == "quiet: adaptive takes +0.0% of static's time"
+    assert lines[0] == "quiet: +0.0% time per token, adaptive against static"
     assert lines[1] == "last phase against the first: adaptive +2.0%, static +0.0%"
     assert "2 of 99 differ; there, the two likeliest logits are at most 0.25 apart" in lines[3]
 
