@@ -186,3 +186,20 @@ def test_experts_beside_their_prediction(plan: Plan) -> None:
     assert (
         "experts: 4.0 in VRAM, 2.0 streamed, 2.0 on the CPU per decoded token; hit rate 50%; predicted 4.5, 1.5, 2.0"
     ) in bench.remarks(result)
+
+
+def test_a_static_plan_is_static_in_everything_that_is_measured(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    tasks: list[Task] = []
+
+    def measure(task: Task) -> Measured:
+        tasks.append(task)
+        return measured(0.02, 0.5)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    bench.bench(
+        plan, Path("plan.json"), Path("model.gguf"), (HARDWARE, SOFTWARE),
+        n_prompt=512, n_generate=64, depths=(0,), n_repeat=2, against_plain=False, ablate=True, is_adaptive=False,
+        report=lambda _: None,
+    )  # fmt: skip
+    assert len(tasks) > 3
+    assert not any(task.is_adaptive for task in tasks)
