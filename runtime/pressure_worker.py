@@ -22,7 +22,7 @@ from . import child
 from .card_watch import CardWatch
 from .engine import Engine, PlanEngine
 from .library import load
-from .load import Load
+from .load_processes import Load
 
 LOADS = (QUIET, CPU_LOAD, QUIET, LINK_LOAD, QUIET)
 _START_SECONDS = 900  # for everything before the first phase

@@ -19,7 +19,7 @@ from planner.pressure import CPU_LOAD, LINK_LOAD, QUIET, PressureResult
 from planner.records import read_record, write_record
 from runtime import child, pressure_worker
 from runtime.inspect_model import inspect_model
-from runtime.load import Load
+from runtime.load_processes import Load
 from runtime.pressure import agreement_of
 from runtime.pressure_worker import Answer, Task, run_task
 from tests.native.engine_plans import HARDWARE, plan_for, random_placements
@@ -88,7 +88,7 @@ def test_a_load_that_cannot_start_says_why(native_helper: Path) -> None:
 def test_loads_end_with_whoever_started_them() -> None:
     program = (
         "import os, time\n"
-        "from runtime.load import Load\n"
+        "from runtime.load_processes import Load\n"
         "load = Load(['cpu', 'cpu'], 'sim')\n"
         "load.wait_ready()\n"
         "load.go()\n"
