@@ -66,8 +66,7 @@ class ExpertRates:
         """Return how many of the experts that are not in VRAM to stream, so that link and CPU end together."""
 
         def seconds(n: int) -> float:
-            cpu = self.cpu_seconds(n_missing - n, n)
-            return max(self.gpu_seconds(n), cpu) if n else cpu
+            return max(self.gpu_seconds(n), self.cpu_seconds(n_missing - n, n))
 
         return min(range(n_missing + 1), key=seconds)
 
@@ -179,13 +178,21 @@ class Experts:
         def mean(seconds: Iterable[float]) -> float:
             return math.fsum(seconds) / len(active)
 
-        half = [max(1, self.blocks[i].n_used // 2) for i in active]
+        lines = [self._cpu_line(i) for i in active]
         return ExpertPolicy(
             cache_bytes=cache_bytes,
-            cpu_seconds=mean(self.rates[i].cpu_seconds(n, 1) / n for i, n in zip(active, half, strict=True)),
+            cpu_seconds=mean(slope for slope, _ in lines),
+            cpu_base_seconds=mean(base for _, base in lines),
             link_seconds=mean(self.rates[i].link for i in active),
             link_latency_seconds=mean(self.rates[i].latency for i in active),
         )
+
+    def _cpu_line(self, block: int) -> tuple[float, float]:
+        """Return (seconds per expert, seconds beyond that): the line through one expert and all, during copies."""
+        n_used, rates = self.blocks[block].n_used, self.rates[block]
+        one, every = rates.cpu_seconds(1, 1), rates.cpu_seconds(n_used, 1)
+        slope = (every - one) / (n_used - 1) if n_used > 1 and every > one else one
+        return slope, max(0.0, one - slope)
 
     def _slots(self, active: Iterable[int], cache_bytes: int) -> list[tuple[list[int], int]]:
         """Return per family its active blocks and their slots in the cache: equally many for every block."""

@@ -72,6 +72,7 @@ class ExpertPolicy:
     cpu_seconds: float
     link_seconds: float
     link_latency_seconds: float  # of the GPU's share beyond its copies
+    cpu_base_seconds: float = 0.0  # of a block on the CPU beyond its experts
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ def device_options(plan: Plan) -> dict[str, int]:
         "prefill_min_tokens": plan.prefill_min_tokens,
         "expert_cache_bytes": experts.cache_bytes,
         "expert_cpu_ns": round(experts.cpu_seconds * 1e9),
+        "expert_cpu_base_ns": round(experts.cpu_base_seconds * 1e9),
         "expert_link_ns": round(experts.link_seconds * 1e9),
         "expert_link_latency_ns": round(experts.link_latency_seconds * 1e9),
     }

@@ -172,6 +172,7 @@ ATS_EXPORT int ats_bench_experts(const int64_t * matrix_bytes, int32_t n_matrice
 struct ats_contention { // bytes per second, medians over several windows within about three times the duration
     double cpu_alone, cpu_while_link_busy, link_alone, link_while_cpu_busy;
 };
+// With a product of experts, copies are those of single experts, else whole weights'.
 ATS_EXPORT int ats_bench_contention(int32_t n_threads, const struct ats_matmul_spec * spec, int64_t copy_bytes,
                                     int64_t duration_ns, struct ats_contention * out);
 

@@ -59,6 +59,27 @@ void check_sampling(int32_t n_warmup, int32_t n_samples, const int64_t * samples
 // Call `run` n_warmup times unrecorded, then n_samples times. `run` returns the sample.
 void take_samples(int32_t n_warmup, int32_t n_samples, int64_t * samples, const std::function<int64_t()> & run);
 
+// Copies to the GPU, one after the other from different places in host memory.
+class CopyLoad {
+  public:
+    virtual ~CopyLoad() = default;
+
+    virtual void    issue(int n_copies) = 0; // and wait() before the next time
+    virtual void    wait()              = 0;
+    virtual int64_t size_bytes() const  = 0; // of one
+    virtual int     max_copies() const  = 0; // at once
+
+    int64_t run(int n_copies) {
+        const int64_t start = now_ns();
+        issue(n_copies);
+        wait();
+        return now_ns() - start;
+    }
+};
+
+// As single experts are copied.
+std::unique_ptr<CopyLoad> expert_copies(int64_t size_bytes, int64_t region_bytes);
+
 // Matrix products over enough distinct weights that none is still in a cache when its turn comes again.
 class MatmulBench {
   public:

@@ -144,7 +144,70 @@ class ExpertCopyBench {
     uint32_t                          round = 0;
 };
 
+// Copies of any size through the bridge, as if they were experts: one round, which nothing waits for but wait().
+class ExpertCopies final : public CopyLoad {
+  public:
+    ExpertCopies(int64_t size_bytes, int64_t region_bytes)
+        : experts(copy_backend()), bridge(make_zero_copy_bridge(gpu_backend(), experts)) {
+        if (size_bytes < 1 || size_bytes > (INT64_C(1) << 34)) {
+            fail("%lld bytes cannot be copied", static_cast<long long>(size_bytes));
+        }
+        n_places = std::max<int64_t>(1, region_bytes / size_bytes);
+        if (!bridge) {
+            bridge = make_copy_bridge(gpu_backend(), experts);
+        }
+        context             = new_context(3, 2);
+        target              = ggml_new_tensor_1d(context.get(), GGML_TYPE_I8, size_bytes);
+        ggml_tensor * value = ggml_new_tensor_1d(context.get(), GGML_TYPE_F32, N_ELEMENTS);
+        share.graph         = ggml_new_graph_custom(context.get(), 2, false);
+        ggml_build_forward_expand(share.graph, ggml_scale(context.get(), value, 0.5f));
+        share.graph->uid = ggml_graph_next_uid();
+        device           = allocate(context.get(), ggml_backend_get_default_buffer_type(experts));
+        fill_random(value, 1.0f);
+        host.reset(ggml_backend_buft_alloc_buffer(ats_host_buffer_type(), static_cast<size_t>(n_places * size_bytes)));
+        if (!host) {
+            fail("out of host memory for %lld bytes", static_cast<long long>(n_places * size_bytes));
+        }
+        memset(ggml_backend_buffer_get_base(host.get()), 0, ggml_backend_buffer_get_size(host.get())); // pages that exist
+        for (int i = 0; i < WARM_RUNS; i++) {
+            run(1);
+        }
+    }
+
+    void issue(int n_copies) override {
+        std::vector<HostCopy> copies;
+        for (int i = 0; i < n_copies; i++) {
+            copies.push_back({target->data, static_cast<char *>(ggml_backend_buffer_get_base(host.get())) + place * size_bytes(), ggml_nbytes(target)});
+            place = (place + 1) % n_places;
+        }
+        round++; // decided first: nothing that is queued may wait for the host
+        if (!bridge->decide_experts(share, copies, round) || !bridge->start_experts(share, round)) {
+            fail("the GPU failed while experts were copied");
+        }
+    }
+
+    void wait() override { ggml_backend_synchronize(experts); }
+
+    int64_t size_bytes() const override { return target->ne[0]; }
+
+    int max_copies() const override { return max_expert_copies; }
+
+  private:
+    ggml_backend_t                    experts;
+    std::unique_ptr<ActivationBridge> bridge;
+    int64_t                           n_places, place = 0;
+    ggml_context_ptr                  context;
+    ggml_tensor *                     target;
+    ExpertShare                       share;
+    ggml_backend_buffer_ptr           device, host;
+    uint32_t                          round = 0;
+};
+
 } // namespace
+
+std::unique_ptr<CopyLoad> microbench::expert_copies(int64_t size_bytes, int64_t region_bytes) {
+    return std::make_unique<ExpertCopies>(size_bytes, region_bytes);
+}
 
 int ats_bench_experts(const int64_t * matrix_bytes, int32_t n_matrices, int32_t n_experts, int64_t cold_bytes,
                       int32_t n_warmup, int32_t n_samples, int64_t * samples) {

@@ -20,7 +20,7 @@ static const int64_t REGION_BYTES = INT64_C(64) << 20; // host memory that copie
 namespace {
 
 // Host memory and a tensor of the GPU, between which copies of one size go back and forth.
-class TransferBench {
+class TransferBench final : public CopyLoad {
   public:
     TransferBench(bool host_to_device, bool pinned, int64_t size_bytes, int64_t region_bytes)
         : backend(copy_backend()), host_to_device(host_to_device) {
@@ -44,6 +44,19 @@ class TransferBench {
         ggml_backend_tensor_set(tensor, host, 0, size_bytes);
     }
 
+    void issue(int n_copies) override {
+        for (int i = 0; i < n_copies; i++) {
+            issue();
+        }
+    }
+
+    void wait() override { ggml_backend_synchronize(backend); }
+
+    int64_t size_bytes() const override { return tensor->ne[0]; }
+
+    int max_copies() const override { return MAX_QUEUED_COPIES; }
+
+  private:
     void issue() {
         uint8_t * const place = host + next * size_bytes();
         next                  = (next + 1) % n_places;
@@ -54,20 +67,6 @@ class TransferBench {
         }
     }
 
-    void wait() { ggml_backend_synchronize(backend); }
-
-    int64_t size_bytes() const { return tensor->ne[0]; }
-
-    int64_t run(int n_copies) {
-        const int64_t start = now_ns();
-        for (int i = 0; i < n_copies; i++) {
-            issue();
-        }
-        wait();
-        return now_ns() - start;
-    }
-
-  private:
     struct Free {
         void operator()(uint8_t * memory) const { free(memory); }
     };
@@ -225,29 +224,29 @@ int ats_bench_contention(int32_t n_threads, const struct ats_matmul_spec * spec,
         if (!out || duration_ns < 1) {
             fail("contention needs a duration and somewhere to put the rates");
         }
-        MatmulBench   cpu(cpu_backend(n_threads), spec);
-        TransferBench link(true, true, copy_bytes, spec->cold_bytes); // from memory, not from the CPU's caches
-        const int     n_products = cpu.calibrate();
-        link.run(2);
+        MatmulBench cpu(cpu_backend(n_threads), spec);
+        // From memory, not from the CPU's caches.
+        const std::unique_ptr<CopyLoad> link = spec->n_experts_used > 0 ? expert_copies(copy_bytes, spec->cold_bytes)
+                                                                        : std::make_unique<TransferBench>(true, true, copy_bytes, spec->cold_bytes);
+        const int n_products = cpu.calibrate();
+        link->run(2);
 
-        const int64_t one_copy = std::max<int64_t>(1, link.run(CALIBRATION_COPIES) / CALIBRATION_COPIES);
+        const int64_t one_copy = std::max<int64_t>(1, link->run(CALIBRATION_COPIES) / CALIBRATION_COPIES);
         const int64_t window   = std::max<int64_t>(1, duration_ns / CONTENTION_WINDOWS);
-        const int     n_copies = static_cast<int>(std::clamp<int64_t>(window / one_copy, 1, MAX_QUEUED_COPIES));
-        const int64_t n_bytes  = n_copies * link.size_bytes();
+        const int     n_copies = static_cast<int>(std::clamp<int64_t>(window / one_copy, 1, link->max_copies()));
+        const int64_t n_bytes  = n_copies * link->size_bytes();
 
         // Alone and together in turns, so that a machine whose speed drifts does not favour one side.
         std::vector<double> cpu_alone, link_alone, cpu_contended, link_contended;
         for (int i = 0; i < CONTENTION_WINDOWS; i++) {
             cpu_alone.push_back(multiply_for(cpu, n_products, window).bytes_per_second());
-            const int64_t copying = link.run(n_copies);
+            const int64_t copying = link->run(n_copies);
             link_alone.push_back(Rate{n_bytes, copying}.bytes_per_second());
             // As in the engine, one thread queues the copies and then computes: a copying thread would take a core away.
             const int64_t start = now_ns();
-            for (int copy = 0; copy < n_copies; copy++) {
-                link.issue();
-            }
+            link->issue(n_copies);
             cpu_contended.push_back(multiply_for(cpu, n_products, copying * 9 / 10).bytes_per_second());
-            link.wait();
+            link->wait();
             link_contended.push_back(Rate{n_bytes, now_ns() - start}.bytes_per_second());
         }
         out->cpu_alone           = median(cpu_alone);

@@ -146,8 +146,11 @@ def test_a_large_activation_crosses_slower(helper: Helper) -> None:
         helper.bench_crossing(1, 0, n_warmup=0, n_samples=1)
 
 
-def test_contention_measures_both_sides_alone_and_together(helper: Helper) -> None:
-    spec = product((1024, 1024), cold_bytes=64 * MIB)
+@pytest.mark.parametrize(("shape", "n_experts_used"), [((1024, 1024), 0), ((1024, 1024, 8), 2)])
+def test_contention_measures_both_sides_alone_and_together(
+    helper: Helper, shape: tuple[int, ...], n_experts_used: int
+) -> None:
+    spec = product(shape, n_experts_used=n_experts_used, cold_bytes=64 * MIB)
     rates = helper.bench_contention(1, spec, copy_bytes=4 * MIB, duration_seconds=0.1)
     assert 0.01e9 < rates.cpu_alone < 500e9
     assert 0.1e9 < rates.link_alone < 500e9
