@@ -196,8 +196,8 @@ int ExpertLane::decide(Layer & layer, bool has_prediction, int32_t * slots, int3
     // Where is every routed expert? slot_of[j] stays -1 for experts on the CPU; a repeated expert is decided once.
     int  first_use[max_expert_columns], slot_of[max_expert_columns];
     bool is_taken[2 * max_expert_columns] = {}; // spare slots
-    int missing[max_expert_columns]; // columns of the first use of each missing expert
-    int n_missing = 0;
+    int  missing[max_expert_columns]; // columns of the first use of each missing expert
+    int  n_missing = 0;
     cache.begin_round();
     for (int j = 0; j < n_used; j++) {
         first_use[j] = static_cast<int>(std::find(routed, routed + j, routed[j]) - routed);
@@ -341,11 +341,12 @@ void ExpertLane::copy_ahead(const Step & step, ActivationBridge & bridge, uint32
     ahead_.is_decided       = true;
     copies_.clear();
     for (int j = 0; j < next.family->n_used() && ahead_.n_experts < limit; j++) {
-        const int32_t expert = next.first_expert + ids[j];
-        if (cache.slot_of(expert) >= 0) {
+        const bool is_valid = ids[j] >= 0 && ids[j] < next.weights.front()->ne[2]; // a failed GPU writes anything
+        if (!is_valid || std::find(ids, ids + j, ids[j]) != ids + j || cache.slot_of(next.first_expert + ids[j]) >= 0) {
             continue;
         }
-        int slot = cache.admit(expert);
+        const int32_t expert = next.first_expert + ids[j];
+        int           slot   = cache.admit(expert);
         if (slot < 0) {
             std::vector<ExpertFamily::Spare> & spares = next.family->spares;
             const auto spare = std::find_if(spares.begin(), spares.end(), [&](const ExpertFamily::Spare & candidate) { return candidate.turn < turn_; });
