@@ -26,7 +26,13 @@ from .session import LoadSettings
 BENCH_SCHEMA_VERSION = 1
 _N_TRIAL_TOKENS = 32  # decoded to find out which of llama.cpp's settings are worth measuring well
 STATIC = "without following the load"
-_SWITCHES = ("prefetch", "zero_copy", "early_launch", CUDA_GRAPHS)  # what only costs time when it is off
+_SWITCHES = (
+    "prefetch",
+    "zero_copy",
+    "early_launch",
+    "fast_products",
+    CUDA_GRAPHS,
+)  # what only costs time when it is off
 
 Report = Callable[[str], None]
 

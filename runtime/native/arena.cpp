@@ -90,5 +90,6 @@ bool Arena::compile(const CpuStep & step, ArenaStep & result) const {
             result.outputs.push_back({node, static_cast<char *>(clone->data), ggml_nbytes(node)});
         }
     }
-    return true;
+    result.graph = result.products.rewrite(result.graph);
+    return result.graph != nullptr;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bridge.h"
+#include "fast_products.h"
 #include "schedule.h"
 
 #include "ggml-cpp.h"
@@ -11,6 +12,7 @@
 // Clones of a step's nodes in the arena, so that nothing has to be patched per token.
 struct ArenaStep {
     ggml_context_ptr      context;
+    FastProducts          products;
     ggml_cgraph *         graph = nullptr;
     std::vector<Crossing> inputs, outputs;
 };

@@ -67,7 +67,11 @@ int ExpertLane::layer_for(const ExpertBlock & block) {
     layer->first_expert = layer->family->cache->add_layer(static_cast<int>(block.n_experts()));
     layer->gpu_graph    = layer->family->build_graph(layer->context.get(), block, block.n_used(), true);
     for (int64_t n_columns = 1; n_columns <= block.n_used(); n_columns++) {
-        layer->cpu_graphs.push_back(layer->family->build_graph(layer->context.get(), block, n_columns, false));
+        layer->products.emplace_back();
+        layer->cpu_graphs.push_back(layer->products.back().rewrite(layer->family->build_graph(layer->context.get(), block, n_columns, false)));
+        if (layer->cpu_graphs.back() == nullptr) {
+            return -1;
+        }
     }
     warm_up(*layer);
     layer_of_[block.weights.front()] = static_cast<int>(layers_.size());

@@ -6,6 +6,7 @@
 #include "expert_block.h"
 #include "expert_family.h"
 #include "expert_predictor.h"
+#include "fast_products.h"
 #include "prediction_trial.h"
 #include "settings.h"
 
@@ -81,6 +82,7 @@ class ExpertLane {
         ExpertPrediction           prediction;          // of the layer `predicted`
         int                        predicted = -1;
         std::vector<ggml_cgraph *> cpu_graphs;          // [n - 1] computes n columns
+        std::vector<FastProducts>  products;            // of cpu_graphs
     };
 
     struct Measured { // the GPU's share whose time is not known yet

@@ -5,6 +5,7 @@
 #include "atsplan.h"
 #include "clock.h"
 #include "error.h"
+#include "fast_products.h"
 
 #include "ggml-cpp.h"
 
@@ -103,6 +104,7 @@ class MatmulBench {
     ggml_tensor *           ids   = nullptr; // a row of expert ids per token, or per group
     ggml_backend_buffer_ptr operand_buffer, output_buffer;
     ggml_context_ptr        nodes;
+    FastProducts            products;
     ggml_cgraph *           graph = nullptr;
 };
 

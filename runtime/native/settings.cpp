@@ -27,6 +27,7 @@ static int64_t * find_option(Settings & settings, const char * name) {
         {"ring_bytes", &settings.ring_bytes},     {"prefill_min_tokens", &settings.prefill_min_tokens},
         {"prefetch", &settings.prefetch},         {"zero_copy", &settings.zero_copy},
         {"early_launch", &settings.early_launch}, {"statistics", &settings.statistics},
+        {"fast_products", &settings.fast_products},
         {"max_pinned_bytes", &settings.max_pinned_bytes},
         {"expert_cache_bytes", &settings.expert_cache_bytes}, {"expert_cpu_ns", &settings.expert_cpu_ns},
         {"expert_cpu_base_ns", &settings.expert_cpu_base_ns},

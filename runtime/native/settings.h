@@ -20,6 +20,7 @@ struct Settings {
     int64_t prefetch           = 1;
     int64_t zero_copy          = 1;
     int64_t early_launch       = 1;
+    int64_t fast_products      = 1;
     int64_t statistics         = 1;
     int64_t max_pinned_bytes   = 0; // of host memory; beyond it, memory is pageable
 

@@ -162,6 +162,7 @@ def test_ablations_change_one_thing(monkeypatch: pytest.MonkeyPatch, plan: Plan)
     planned = ["stream", "cpu", "gpu"]
     assert seen == [
         ("prefetch", True, planned), ("zero_copy", True, planned), ("early_launch", True, planned),
+        ("fast_products", True, planned),
         ("cuda_graphs", True, planned), (None, False, planned),
         (None, False, ["cpu", "cpu", "gpu"]), (None, False, ["stream", "stream", "gpu"]),
     ]  # fmt: skip
