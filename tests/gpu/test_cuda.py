@@ -62,8 +62,9 @@ def compare(model: Path, experts: ExpertPolicy | None = None) -> None:
             assert np.abs(found - expected).max() < MAX_NOISE * expected.std()
 
 
-def test_dense(native_helper: Path, smollm2: Path) -> None:
-    compare(smollm2)
+@pytest.mark.parametrize("name", ["llama-small", "gemma2-small"])
+def test_dense(native_helper: Path, tmp_path: Path, name: str) -> None:
+    compare(write_synthetic_model(tmp_path / "model.gguf", synthetic_model(name, "q4_K"))[0])
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-small", "gpt-oss-small", "deepseek2-small"])
