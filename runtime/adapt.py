@@ -25,7 +25,7 @@ N_BETWEEN = 5  # tokens between two changes, at least
 N_SKIPPED = 4  # tokens after a change that are not measured: the engine fills its ring and captures its graphs again
 N_WINDOW = 3  # tokens whose median is the present
 MAX_SETTLING = 4  # changes in a row before speeds have to deviate again
-LINK_BOUND = 0.97  # share of a token from which on the link is what it waits for
+LINK_BOUND = 0.93  # share of a token from which on the host may be waiting for the link
 MIN_PROBE, MAX_PROBE = 32, 512  # tokens after which to look whether what cannot be measured is as planned again
 WORSE = 1.005  # a token after a change that should have made it faster: the change is taken back
 SAME = 0.95  # of a speed: not slower
@@ -51,6 +51,7 @@ class Speeds:
     cpu: float
     link: float
     rest_seconds: float
+    wait_seconds: float  # the part of the rest in which the host waits for the GPU alone, not for the link
     token_seconds: float
 
 
@@ -84,9 +85,7 @@ class Policy:
         self._rungs_cpu = self._cpu.sum() - np.concatenate([[0.0], np.cumsum(self._cpu[self._order])])
         self._rungs_link = np.concatenate([[0.0], np.cumsum(self._link[self._order])])
         self.planned: tuple[int, ...] = tuple(streamed)
-        self._planned_rest = max(
-            0.0, plan.prediction.decode_seconds_per_token - plan.prediction.decode_cpu_busy_seconds
-        )
+        self._planned_wait = plan.prediction.decode_gpu_busy_seconds
 
     def speeds(self, measured: Measured, streamed: Sequence[int], before: Speeds | None) -> Speeds:
         """Return what `measured` tells about the present, under the classes it was measured with.
@@ -102,10 +101,11 @@ class Policy:
         link = before.link if before else 1.0
         if link_planned > 0 and measured.link_seconds > 0:
             link = link_planned / measured.link_seconds
-        rest = measured.seconds - measured.cpu_seconds
-        if measured.link_seconds >= LINK_BOUND * measured.seconds:  # some of it only waited for the link
-            rest = min(rest, before.rest_seconds if before else self._planned_rest)
-        return Speeds(cpu, link, rest, measured.seconds)
+        wait = measured.wait_seconds
+        if measured.link_seconds >= LINK_BOUND * measured.seconds:
+            wait = min(wait, before.wait_seconds if before else self._planned_wait)
+        rest = max(0.0, measured.seconds - measured.cpu_seconds - measured.wait_seconds) + wait
+        return Speeds(cpu, link, rest, wait, measured.seconds)
 
     def token_seconds(self, speeds: Speeds, streamed: Sequence[int]) -> float:
         """Return what a token is expected to take."""

@@ -59,7 +59,7 @@ def plan(n_streamed: int, objective: str = "joint") -> Plan:
         vram=replace(VramBudget(*nothing), ring_bytes=4000), prefill_min_tokens=32, placements=tuple(placements),
         solver=SolverReport(objective, "feasible", 0.0, 0.0, 0.0),
         prediction=Prediction(
-            REST + (N - len(streamed)) * CPU, 0.0, 0, 0, 0, (N - len(streamed)) * CPU, 0.0, 0.0,
+            REST + (N - len(streamed)) * CPU, 0.0, 0, 0, 0, (N - len(streamed)) * CPU, REST, 0.0,
         ),
         is_simulated=True,
     )  # fmt: skip
