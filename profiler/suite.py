@@ -146,9 +146,9 @@ def describe_model(path: str | os.PathLike[str], n_context: int, n_ubatch: int) 
 
 
 def _cold_bytes(cpu: Cpu) -> int:
-    """Return how many bytes of weights push each other out of the CPU's caches."""
+    """Return how many bytes of weights push each other out of the CPU's caches; they do not forget the oldest first."""
     cache_bytes = cpu.last_level_cache_bytes or UNKNOWN_CACHE_BYTES
-    return min(2 * cache_bytes, MAX_COLD_BYTES, cpu.memory_bytes // 8)
+    return min(4 * cache_bytes, MAX_COLD_BYTES, cpu.memory_bytes // 8)
 
 
 def _inspect(
