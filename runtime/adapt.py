@@ -1,13 +1,15 @@
 """The load-aware part of a run: measure every token, and move weights between link and CPU when speeds have changed.
 
 What is resident stays so. The engine's own counters tell how long the CPU computed, how long the link was busy, and
-(the rest of the token) what nothing of that hides. Algorithm 3 of arXiv 2607.10183 decides when to look: a deviation
-over 15 %, and at least five tokens since the last change. Plans of the paper's objective then get its Algorithm 2, all
-others the best of a ladder of evenly spread patterns that the plan's own pattern is a rung of.
+how long the host waited for the GPU. As in Algorithm 3 of arXiv 2607.10183, a deviation over 15 % makes the controller
+look, and changes are at least five tokens apart. A model of the present proposes which weights to stream: for plans of
+the paper's objective by its Algorithm 2, for all others by the best of a ladder of evenly spread patterns that the
+plan's own pattern is a rung of. What the model proposes is measured, and the fastest of what was measured stays.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,23 +21,23 @@ from planner.plan import Placement, Plan
 
 from .bindings import Statistics
 
-DEVIATION = 0.15  # of a speed since the last decision: worth a look
-MIN_GAIN = 0.02  # predicted gain of a token's time that is worth a change
-N_BETWEEN = 5  # tokens between two changes, at least
+DEVIATION = 0.15  # of a token's time, or of a lane's, since it was last looked at
+NOISE = 3.0  # a deviation is also this many times the usual one
+MIN_GAIN = 0.02  # of a token's time that the model must promise
+SAME = 0.01  # of a token's time: no difference
 N_SKIPPED = 4  # tokens after a change that are not measured: the engine fills its ring and captures its graphs again
-N_WINDOW = 3  # tokens whose median is the present
-MAX_SETTLING = 4  # changes in a row before speeds have to deviate again
+N_FIRST = 3  # tokens that tell what has changed
+N_MEASURED = 6  # tokens that tell what a change was good for
+MAX_VISITS = 3  # patterns that are measured before one of them stays
+MIN_TRIAL, MAX_TRIAL = 32, 512  # tokens after which to try what cannot be measured, in case it is as planned again
 LINK_BOUND = 0.93  # share of a token from which on the host may be waiting for the link
-MIN_PROBE, MAX_PROBE = 32, 512  # tokens after which to look whether what cannot be measured is as planned again
-WORSE = 1.005  # a token after a change that should have made it faster: the change is taken back
-SAME = 0.95  # of a speed: not slower
-_TRIAL = "a trial"
 _GOLDEN = 0.6180339887498949
+_TRIAL = "a trial"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One token, in seconds. `link_seconds` is 0 where copies cannot be timed."""
+    """One token, or the mean of several, in seconds. `link_seconds` is 0 where copies cannot be timed."""
 
     seconds: float
     cpu_seconds: float
@@ -45,28 +47,37 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Speeds:
-    """How fast things are, as fractions of what was planned; a token's time, and what of it the CPU leaves."""
+class Model:
+    """What a token takes at present: lanes relative to the plan, and what the CPU takes beside its weights."""
 
-    cpu: float
-    link: float
-    rest_seconds: float
-    wait_seconds: float  # the part of the rest in which the host waits for the GPU alone, not for the link
-    token_seconds: float
+    cpu_base_seconds: float
+    cpu_factor: float
+    link_factor: float
+    rest_seconds: float  # neither computing on the CPU nor waiting for the link
+    wait_seconds: float  # of that, the host waiting for the GPU
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The weights to stream from now on, by index into `Policy.movable`, and why."""
+    """The weights to stream from now on, by index into `Policy.movable`, and why; speeds relative to the plan."""
 
     before: tuple[int, ...]
     streamed: tuple[int, ...]
     reason: str
-    speeds: Speeds
+    cpu_speed: float
+    link_speed: float
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A pattern and what tokens took under it."""
+
+    streamed: tuple[int, ...]
+    measured: Measured
 
 
 class Policy:
-    """Decides which of the weights that can move are streamed. Pure: no clock, no device."""
+    """Knows what tokens should take under any pattern. Pure: no clock, no device."""
 
     def __init__(self, plan: Plan, choose_transfers: Callable[..., tuple[list[bool], float]]) -> None:
         self.movable: tuple[Placement, ...] = tuple(
@@ -77,57 +88,74 @@ class Policy:
         costs = [p.costs for p in self.movable if p.costs is not None]
         self._cpu = np.array([c.cpu_seconds for c in costs])
         self._link = np.array([c.link_seconds for c in costs])
-        fits = [c.ring_bytes <= plan.vram.ring_bytes for c in costs]
         streamed = [i for i, p in enumerate(self.movable) if p.decode == "stream"]
-        joining = [i for i, p in enumerate(self.movable) if p.decode == "cpu" and fits[i]]
-        # A rung k streams the first k of this order. Beginnings of an even order are spread evenly, too.
-        self._order = [*_even(streamed), *_even(joining)]
+        joining = [
+            i
+            for i, p in enumerate(self.movable)
+            if p.decode == "cpu" and p.costs is not None and p.costs.ring_bytes <= plan.vram.ring_bytes
+        ]
+        # A rung k streams the first k of this order. Beginnings of an even order are spread evenly, too. One weight
+        # stays on the CPU, else nothing would tell how fast that is.
+        self._order = [*_even(streamed), *_even(joining)][: max(len(streamed), len(self.movable) - 1)]
         self._rungs_cpu = self._cpu.sum() - np.concatenate([[0.0], np.cumsum(self._cpu[self._order])])
         self._rungs_link = np.concatenate([[0.0], np.cumsum(self._link[self._order])])
         self.planned: tuple[int, ...] = tuple(streamed)
         self._planned_wait = plan.prediction.decode_gpu_busy_seconds
 
-    def speeds(self, measured: Measured, streamed: Sequence[int], before: Speeds | None) -> Speeds:
-        """Return what `measured` tells about the present, under the classes it was measured with.
+    def lanes(self, streamed: Sequence[int]) -> tuple[float, float]:
+        """Return planned seconds of the CPU and of the link."""
+        chosen = set(streamed)
+        on_cpu = [i for i in range(len(self.movable)) if i not in chosen]
+        return float(self._cpu[on_cpu].sum()), float(self._link[list(streamed)].sum())
 
-        What it does not tell is as `before`, or as planned.
-        """
-        chosen = list(streamed)
-        cpu_planned = float(self._cpu.sum() - self._cpu[chosen].sum())
-        link_planned = float(self._link[chosen].sum())
-        cpu = before.cpu if before else 1.0
+    def model(self, visits: Sequence[Visit], before: Model | None) -> Model:
+        """Return what visits of patterns tell about the present; what they do not tell is as `before`, or as planned."""
+        now = visits[-1]
+        cpu_planned, link_planned = self.lanes(now.streamed)
+        measured = now.measured
+        base, factor = (before.cpu_base_seconds, before.cpu_factor) if before else (0.0, 1.0)
         if cpu_planned > 0 and measured.cpu_seconds > 0:
-            cpu = cpu_planned / measured.cpu_seconds
-        link = before.link if before else 1.0
+            base, factor = 0.0, measured.cpu_seconds / cpu_planned
+            far = max(visits, key=lambda visit: abs(self.lanes(visit.streamed)[0] - cpu_planned))
+            far_planned = self.lanes(far.streamed)[0]
+            if abs(far_planned - cpu_planned) > 0.1 * max(far_planned, cpu_planned):
+                slope = (far.measured.cpu_seconds - measured.cpu_seconds) / (far_planned - cpu_planned)
+                factor = min(max(slope, 0.3 * factor), factor)
+                base = measured.cpu_seconds - factor * cpu_planned
+        link = before.link_factor if before else 1.0
         if link_planned > 0 and measured.link_seconds > 0:
-            link = link_planned / measured.link_seconds
+            link = measured.link_seconds / link_planned
         wait = measured.wait_seconds
-        if measured.link_seconds >= LINK_BOUND * measured.seconds:
+        if self.waits_for_link(measured):
             wait = min(wait, before.wait_seconds if before else self._planned_wait)
         rest = max(0.0, measured.seconds - measured.cpu_seconds - measured.wait_seconds) + wait
-        return Speeds(cpu, link, rest, wait, measured.seconds)
+        return Model(base, factor, link, rest, wait)
 
-    def token_seconds(self, speeds: Speeds, streamed: Sequence[int]) -> float:
+    def waits_for_link(self, measured: Measured) -> bool:
+        return measured.link_seconds >= LINK_BOUND * measured.seconds
+
+    def token_seconds(self, model: Model, streamed: Sequence[int]) -> float:
         """Return what a token is expected to take."""
-        chosen = list(streamed)
-        cpu = float(self._cpu.sum() - self._cpu[chosen].sum())
-        return max(speeds.rest_seconds + cpu / speeds.cpu, float(self._link[chosen].sum()) / speeds.link)
+        cpu, link = self.lanes(streamed)
+        host = model.rest_seconds + (model.cpu_base_seconds if cpu > 0 else 0.0) + cpu * model.cpu_factor
+        return max(host, link * model.link_factor)
 
-    def best(self, speeds: Speeds) -> tuple[int, ...]:
-        """Return the weights to stream at these speeds, in ascending order."""
+    def best(self, model: Model) -> tuple[int, ...]:
+        """Return the weights to stream, in ascending order."""
         if self._choose_transfers is not None:
-            return self._paper(speeds)
-        seconds = np.maximum(speeds.rest_seconds + self._rungs_cpu / speeds.cpu, self._rungs_link / speeds.link)
+            return self._paper(model)
+        host = model.rest_seconds + model.cpu_base_seconds + self._rungs_cpu * model.cpu_factor
+        seconds = np.maximum(host, self._rungs_link * model.link_factor)
         return tuple(sorted(self._order[: int(np.argmin(seconds))]))
 
-    def _paper(self, speeds: Speeds) -> tuple[int, ...]:
+    def _paper(self, model: Model) -> tuple[int, ...]:
         assert self._choose_transfers is not None
         costs = [p.costs for p in self._decided if p.costs is not None]
         on_gpu, _ = self._choose_transfers(
-            [c.cpu_seconds / speeds.cpu for c in costs],
+            [c.cpu_seconds * model.cpu_factor for c in costs],
             [c.gpu_seconds for c in costs],
             [c.crossing_seconds / 2 for c in costs],
-            [c.link_seconds / speeds.link for c in costs],
+            [c.link_seconds * model.link_factor for c in costs],
             [p.is_resident for p in self._decided],
         )
         index = {p.name: i for i, p in enumerate(self.movable)}
@@ -137,18 +165,23 @@ class Policy:
 
 
 class Controller:
-    """Watches tokens and decides when to change. `streamed` is what it decided last."""
+    """Watches tokens and decides when to change. `streamed` is what it decided last.
+
+    It is either settling, going through a few patterns, or settled: then it waits for a deviation.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.streamed = policy.planned
-        self._window: deque[Measured] = deque(maxlen=N_WINDOW)
-        self._reference: Speeds | None = None  # at the last decision
+        self._window: deque[Measured] = deque(maxlen=N_MEASURED)
         self._n_since_change = 0
         self._n_to_skip = N_SKIPPED
-        self._n_settling = MAX_SETTLING  # changes that may still follow without a new deviation
-        self._before: tuple[tuple[int, ...], Speeds] | None = None  # the last change, until its effect is known
-        self._probe_interval = MIN_PROBE
+        self._visits: list[Visit] = []  # since speeds changed last
+        self._reason = "the first tokens"
+        self._model: Model | None = None
+        self._usual: list[Measured] | None = None  # once settled: what tokens took then
+        self._is_final = False  # the pattern is the fastest of those visited
+        self._trial_interval = MIN_TRIAL
 
     def interrupt(self) -> None:
         """Leave out the next tokens: after a prompt or a pause the engine starts afresh, as after a change."""
@@ -162,51 +195,62 @@ class Controller:
         if self._n_to_skip >= 0 or not self._policy.movable:
             return None
         self._window.append(measured)
-        if self._n_since_change < N_BETWEEN or len(self._window) < N_WINDOW:
+        if self._usual is None:
+            return self._settle() if len(self._window) == N_MEASURED else None
+        if len(self._window) < N_FIRST:
             return None
-        present = _median(self._window)
-        speeds = self._policy.speeds(present, self.streamed, self._reference)
-        before, self._before = self._before, None
-        if before is not None and _is_worse(speeds, before[1]):
-            self._n_settling = 0
-            return self._change(before[0], "no gain, back", speeds)
-        reason = "settling" if self._reference else "the first tokens"
-        if self._n_settling == 0:
-            reason = _deviation(speeds, self._reference)
-            if reason:
-                self._probe_interval = MIN_PROBE
-            elif self.streamed != self._policy.planned and self._n_since_change >= self._probe_interval:
-                reason = _TRIAL
-                self._probe_interval = min(2 * self._probe_interval, MAX_PROBE)
-                speeds = self._policy.speeds(present, self.streamed, None)
-            else:
-                return None
-            self._n_settling = MAX_SETTLING
-        best = self._policy.best(speeds)
-        now = self._policy.token_seconds(speeds, self.streamed)
-        gain = 1.0 - self._policy.token_seconds(speeds, best) / now if now > 0 else 0.0
-        if best == self.streamed or gain < MIN_GAIN:
-            self._n_settling = 0
-            if reason != _TRIAL:
-                self._reference = speeds
-            return None
-        self._n_settling -= 1
-        self._before = (self.streamed, speeds)
-        return self._change(best, reason, speeds)
+        recent = list(self._window)[-N_FIRST:]
+        reason = _deviation(recent, self._usual)
+        if reason:
+            self._trial_interval = MIN_TRIAL
+            return self._start(reason, recent)
+        if self._n_since_change >= self._trial_interval and self._is_blind(_mean(recent)):
+            self._trial_interval = min(2 * self._trial_interval, MAX_TRIAL)
+            self._n_since_change = 0
+            self._model = None  # what cannot be measured is assumed to be as planned
+            return self._start(_TRIAL, list(self._window))
+        return None
 
-    def _change(self, streamed: tuple[int, ...], reason: str, speeds: Speeds) -> Decision:
-        self._reference = speeds
+    def _is_blind(self, measured: Measured) -> bool:
+        """Tell whether something is not measured: a lane that does nothing, or waiting that the link hides."""
+        cpu, link = self._policy.lanes(self.streamed)
+        return cpu == 0 or link == 0 or self._policy.waits_for_link(measured)
+
+    def _start(self, reason: str, window: Sequence[Measured]) -> Decision | None:
+        """Speeds have changed: what was measured before no longer counts."""
+        self._visits, self._reason, self._is_final, self._usual = [], reason, False, None
+        self._window = deque(window, maxlen=N_MEASURED)
+        return self._settle()
+
+    def _settle(self) -> Decision | None:
+        measured = _mean(self._window)
+        self._visits.append(Visit(self.streamed, measured))
+        self._model = model = self._policy.model(self._visits, self._model)
+        fastest = min(self._visits, key=lambda visit: visit.measured.seconds)
+        if not self._is_final and len(self._visits) < MAX_VISITS:
+            best = self._policy.best(model)
+            expected_now = self._policy.token_seconds(model, self.streamed)
+            error = measured.seconds / expected_now if expected_now > 0 else 1.0
+            promised = error * self._policy.token_seconds(model, best)
+            known = any(visit.streamed == best for visit in self._visits)
+            if not known and promised < (1 - MIN_GAIN) * fastest.measured.seconds:
+                return self._change(best, self._reason, model)
+        if not self._is_final and fastest.measured.seconds < (1 - SAME) * measured.seconds:
+            self._is_final = True
+            return self._change(fastest.streamed, "the fastest so far", model)
+        self._usual = list(self._window)
+        return None
+
+    def _change(self, streamed: tuple[int, ...], reason: str, model: Model) -> Decision:
         self._n_since_change = 0
         self.interrupt()
         before, self.streamed = self.streamed, streamed
-        return Decision(
-            before, streamed, f"{reason}: CPU at {speeds.cpu:.0%}, link at {speeds.link:.0%} of the plan", speeds
-        )
-
-
-def _is_worse(now: Speeds, then: Speeds) -> bool:
-    """Tell whether a token takes longer although nothing has become slower."""
-    return now.token_seconds > then.token_seconds * WORSE and now.cpu > SAME * then.cpu and now.link > SAME * then.link
+        cpu, _ = self._policy.lanes(before)
+        taken = model.cpu_base_seconds + cpu * model.cpu_factor
+        cpu_speed = cpu / taken if cpu > 0 and taken > 0 else 1.0
+        link_speed = 1 / model.link_factor if model.link_factor > 0 else 1.0
+        text = f"{reason}: CPU at {cpu_speed:.0%}, link at {link_speed:.0%} of the plan"
+        return Decision(before, streamed, text, cpu_speed, link_speed)
 
 
 def measured_token(seconds: float, before: Statistics, after: Statistics) -> Measured:
@@ -220,25 +264,31 @@ def measured_token(seconds: float, before: Statistics, after: Statistics) -> Mea
     )
 
 
-def _deviation(now: Speeds, then: Speeds | None) -> str:
-    """Return which speed has changed by more than DEVIATION since `then`, or ""."""
-    if then is None:
-        return "the first tokens"
-    if abs(now.cpu / then.cpu - 1) > DEVIATION:
-        return f"the CPU is {'slower' if now.cpu < then.cpu else 'faster'}"
-    if abs(now.link / then.link - 1) > DEVIATION:
-        return f"the link is {'slower' if now.link < then.link else 'faster'}"
-    if abs(now.token_seconds / then.token_seconds - 1) > DEVIATION:
-        return f"the GPU is {'slower' if now.token_seconds > then.token_seconds else 'faster'}"
+def _deviation(recent: Sequence[Measured], usual: Sequence[Measured]) -> str:
+    """Return what has changed, or "". All of the recent tokens must deviate, and by more than the usual ones do."""
+    token = statistics.median(m.seconds for m in usual)
+    for name, values, usual_values in (
+        ("CPU", [m.cpu_seconds for m in recent], [m.cpu_seconds for m in usual]),
+        ("link", [m.link_seconds for m in recent], [m.link_seconds for m in usual]),
+        ("GPU", [m.seconds for m in recent], [m.seconds for m in usual]),
+    ):
+        centre = statistics.median(usual_values)
+        spread = statistics.median(abs(value - centre) for value in usual_values)
+        limit = max(DEVIATION * centre, NOISE * spread, MIN_GAIN * token)
+        if all(value > centre + limit for value in values):
+            return f"the {name} is slower"
+        if all(value < centre - limit for value in values):
+            return f"the {name} is faster"
     return ""
 
 
-def _median(window: Sequence[Measured]) -> Measured:
+def _mean(window: Sequence[Measured]) -> Measured:
+    n = len(window)
     return Measured(
-        seconds=statistics.median(m.seconds for m in window),
-        cpu_seconds=statistics.median(m.cpu_seconds for m in window),
-        wait_seconds=statistics.median(m.wait_seconds for m in window),
-        link_seconds=statistics.median(m.link_seconds for m in window),
+        seconds=math.fsum(m.seconds for m in window) / n,
+        cpu_seconds=math.fsum(m.cpu_seconds for m in window) / n,
+        wait_seconds=math.fsum(m.wait_seconds for m in window) / n,
+        link_seconds=math.fsum(m.link_seconds for m in window) / n,
         streamed_bytes=window[-1].streamed_bytes,
     )
 

@@ -26,7 +26,7 @@ TIMEOUT_SECONDS = 3600
 CUDA_GRAPHS = "cuda_graphs"  # llama.cpp's own, switched off through its environment variable
 # Decoded before anything is timed: kernels are loaded and CUDA graphs captured. An adaptive plan settles meanwhile.
 N_WARMUP_TOKENS = 8
-N_SETTLING_TOKENS = 24
+N_SETTLING_TOKENS = 40
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class LoadAware:
             if decision:
                 before = self._streamed_bytes(decision.before)
                 self._set_classes(decision.streamed)
-                self._note(decision.reason, before, decision.speeds.cpu, decision.speeds.link)
+                self._note(decision.reason, before, decision.cpu_speed, decision.link_speed)
 
     def trace(self, hardware: Hardware, card: Sequence[CardSample] = ()) -> Trace:
         """Return what was kept so far. `hardware` is where it ran."""

@@ -11,7 +11,7 @@ import pytest
 
 from planner.errors import DeviceError
 from planner.plan import Plan, WeightCosts
-from runtime.adapt import Controller, Decision, Measured, Speeds
+from runtime.adapt import Controller, Decision, Measured
 from runtime.bindings import Helper
 from runtime.engine import Engine, PlanEngine
 from runtime.inspect_model import inspect_model
@@ -64,7 +64,7 @@ def test_changing_classes_changes_no_logit(
             return None
         before, n = controller.streamed, len(controller._policy.movable)
         controller.streamed = tuple(sorted(generator.sample(range(n), generator.randrange(n))))
-        return Decision(before, controller.streamed, "restless", Speeds(1.0, 1.0, 0.0, 0.0, 1.0))
+        return Decision(before, controller.streamed, "restless", 1.0, 1.0)
 
     monkeypatch.setattr(Controller, "add", restless)
     engine = PlanEngine(library, smollm2, plan, keeps_trace=True)

@@ -13,7 +13,7 @@ from planner.hardware import Cpu, Hardware, Software
 from planner.measurements import ModelInfo
 from planner.plan import Placement, Plan, Prediction, SolverReport, VramBudget, WeightClass, WeightCosts
 from planner.workload import Workload
-from runtime.adapt import DEVIATION, N_BETWEEN, Controller, Decision, Measured, Policy
+from runtime.adapt import Controller, Decision, Measured, Policy, Visit
 
 N = 120
 CPU, LINK, REST = 1e-3, 0.5e-3, 5e-3  # seconds
@@ -30,12 +30,13 @@ class Machine:
     cpu: float = 1.0
     link: float = 1.0
     rest: float = REST
+    stall: float = 0.0  # seconds that the CPU takes beside its weights
     noise: float = 0.0
     generator: random.Random = field(default_factory=lambda: random.Random(0))
 
     def token(self, n_host: int, n_streamed: int) -> Measured:
         wobble = 1 + self.noise * self.generator.uniform(-1, 1)
-        cpu = (n_host - n_streamed) * CPU / self.cpu * wobble
+        cpu = self.stall + (n_host - n_streamed) * CPU / self.cpu * wobble
         link = n_streamed * LINK / self.link
         seconds = max(self.rest + cpu, link) * 1.005
         return Measured(seconds, cpu, seconds - cpu, link, n_streamed)
@@ -84,37 +85,55 @@ def controller_of(n_streamed: int = 60) -> Controller:
     return Controller(Policy(plan(n_streamed), no_transfers))
 
 
-def test_settles_at_the_best_split_from_a_bad_plan() -> None:
-    for n_streamed in (0, 10, 60, 120):
-        controller, machine = controller_of(n_streamed), Machine()
-        seconds, decisions = run(controller, machine, 60)
-        assert seconds[-1] <= 1.03 * machine.best_seconds(N)
-        assert all(later - earlier >= N_BETWEEN for (earlier, _), (later, _) in itertools.pairwise(decisions))
+@pytest.mark.parametrize("n_streamed", [0, 10, 60, 120])
+def test_settles_at_the_best_split_from_a_bad_plan(n_streamed: int) -> None:
+    controller, machine = controller_of(n_streamed), Machine()
+    seconds, decisions = run(controller, machine, 100)
+    assert seconds[-1] <= 1.03 * machine.best_seconds(N)
+    assert all(later - earlier >= 5 for (earlier, _), (later, _) in itertools.pairwise(decisions))
 
 
-@pytest.mark.parametrize("change", [{"cpu": 0.5}, {"link": 0.5}, {"cpu": 0.6, "link": 0.7}, {"rest": 15e-3}])
+CHANGES = [{"cpu": 0.5}, {"link": 0.5}, {"cpu": 0.6, "link": 0.7}, {"rest": 15e-3}, {"cpu": 0.3, "stall": 10e-3}]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_follows_a_change_within_ten_tokens_and_comes_back(change: dict[str, float]) -> None:
     controller, machine = controller_of(), Machine(noise=0.02)
-    before, _ = run(controller, machine, 60)
-    start = controller.streamed
+    before, _ = run(controller, machine, 100)
     loaded = replace(machine, **change)
-    static = loaded.token(N, len(start)).seconds
-    seconds, decisions = run(controller, loaded, 40)
-    assert decisions and decisions[0][0] <= 8
-    assert max(seconds[10:30]) <= 1.06 * loaded.best_seconds(N)
+    static = loaded.token(N, len(controller.streamed)).seconds
+    seconds, decisions = run(controller, loaded, 60)
+    assert decisions and decisions[0][0] <= 5
+    first = seconds[decisions[0][0] + 1]
     if len(change) == 1 and "rest" not in change:  # else there is little to gain
-        assert seconds[-1] - before[-1] <= 0.75 * (static - before[-1])
-    after, _ = run(controller, machine, 120)  # while it waits for the link, the rest shows only in a trial
+        assert first - before[-1] <= 0.75 * (static - before[-1])
+    assert seconds[-1] <= 1.06 * loaded.best_seconds(N)
+    after, _ = run(controller, machine, 200)  # while it waits for the link, the rest shows only in a trial
     assert after[-1] <= 1.03 * machine.best_seconds(N)
 
 
-def test_does_not_flap() -> None:
-    controller, machine = controller_of(), Machine(noise=0.05)
-    run(controller, machine, 60)
-    _, decisions = run(controller, machine, 500)
-    assert decisions == []
-    _, decisions = run(controller, replace(machine, cpu=1 - DEVIATION / 2), 200)
-    assert len(decisions) <= 1
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+def test_does_not_flap(noise: float) -> None:
+    controller, machine = controller_of(), Machine(noise=noise)
+    run(controller, machine, 100)
+    seconds, decisions = run(controller, machine, 1000)
+    assert len([decision for _, decision in decisions if "trial" not in decision.reason]) <= 3
+    assert sum(seconds) / 1000 <= 1.03 * machine.best_seconds(N)
+
+
+def test_bursts_do_not_upset_it() -> None:
+    """Every tenth token takes five times as long, as when other programs take the CPU away."""
+    controller, machine = controller_of(), Machine(noise=0.02)
+    run(controller, machine, 100)
+    settled = controller.streamed
+    decisions = []
+    for i in range(400):
+        token = machine.token(N, len(controller.streamed))
+        if i % 10 == 0:
+            token = replace(token, seconds=5 * token.seconds, cpu_seconds=token.cpu_seconds + 4 * token.seconds)
+        decisions.append(controller.add(token))
+    assert abs(len(controller.streamed) - len(settled)) <= 0.1 * N
+    assert len([decision for decision in decisions if decision]) <= 8
 
 
 def test_a_change_that_does_not_pay_is_taken_back() -> None:
@@ -123,9 +142,9 @@ def test_a_change_that_does_not_pay_is_taken_back() -> None:
 
     def token() -> Measured:  # a link that looks idle, and is not: every other split is slower
         n = len(controller.streamed)
-        return Measured(0.070 + abs(n - len(start)) * 1e-3, (N - n) * CPU, 0.02, n * LINK / 2, 0)
+        return Measured(0.070 + abs(n - len(start)) * 1e-3, (N - n) * CPU, 0.005, n * LINK / 2, 0)
 
-    for _ in range(60):
+    for _ in range(100):
         controller.add(token())
     assert controller.streamed == start
 
@@ -134,16 +153,25 @@ def test_larger_weights_than_the_ring_are_never_streamed() -> None:
     base = plan(10)
     small_ring = replace(base, vram=replace(base.vram, ring_bytes=999))
     controller = Controller(Policy(small_ring, no_transfers))
-    run(controller, Machine(cpu=0.2), 60)
+    run(controller, Machine(cpu=0.2), 100)
     assert set(controller.streamed) <= {i for i, p in enumerate(base.placements) if p.decode == "stream"}
+
+
+def test_a_weight_stays_on_the_cpu() -> None:
+    controller = controller_of()
+    seconds, _ = run(controller, Machine(cpu=0.01), 100)
+    assert len(controller.streamed) == N - 1
+    after, _ = run(controller, Machine(), 60)  # that it is as fast as ever is seen at once
+    assert after[-1] <= 1.03 * Machine().best_seconds(N)
+    assert after[-1] < seconds[-1]
 
 
 def test_deciding_takes_under_a_millisecond() -> None:
     policy = Policy(plan(60), no_transfers)
-    speeds = policy.speeds(Machine(cpu=0.5).token(N, 60), policy.planned, None)
+    model = policy.model([Visit(policy.planned, Machine(cpu=0.5).token(N, 60))], None)
     started = time.perf_counter()
     for _ in range(20):
-        policy.best(speeds)
+        policy.best(model)
     assert (time.perf_counter() - started) / 20 < 1e-3
 
 
@@ -153,5 +181,5 @@ def test_plans_of_the_paper_use_its_algorithm() -> None:
         return [i % 2 == 0 for i in range(N)] + [True], 0.0
 
     policy = Policy(plan(0, "paper"), every_other)
-    speeds = policy.speeds(Machine(cpu=0.5).token(N, 0), (), None)
-    assert policy.best(speeds) == tuple(range(0, N, 2))
+    model = policy.model([Visit((), Machine(cpu=0.5).token(N, 0))], None)
+    assert policy.best(model) == tuple(range(0, N, 2))
