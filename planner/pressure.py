@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -22,7 +22,7 @@ QUIET, CPU_LOAD, LINK_LOAD = "quiet", "CPU load", "GPU and link load"
 
 _N_SKIPPED = 10  # tokens at the beginning of a phase that may still adapt
 _N_WINDOW = 5  # tokens of the running median that tells when a phase has settled
-_SETTLED = 0.05  # of the settled median: how far the running median may be from it
+_SETTLED = 0.05  # of the settled median: how near it has to be
 _MIN_RISE = 0.02  # of the quiet time: a smaller rise is noise, and has no cut
 
 
@@ -66,7 +66,7 @@ class PressureResult:
 class PhaseFigures:
     """One phase of one run. A rise is a fraction of the first quiet phase's time."""
 
-    settled_seconds: float  # median of a token, without the first ones
+    settled_seconds: float  # mean of a token, without the first ones: stalls are rare and long, and a median hides them
     rise: float
     n_until_settled: int | None  # tokens; None if it never settles
 
@@ -74,21 +74,19 @@ class PhaseFigures:
 def phase_figures(run: PressureRun) -> list[PhaseFigures | None]:
     """Return the figures of each phase; None for one without tokens."""
     seconds = [_seconds(run, phase) for phase in run.phases]
-    settled = [median(_without_first(part)) if part else 0.0 for part in seconds]
+    settled = [fmean(_without_first(part)) if part else 0.0 for part in seconds]
     quiet = next((s for phase, s in zip(run.phases, settled, strict=True) if phase.load == QUIET), 0.0)
     return [
-        PhaseFigures(middle, middle / quiet - 1 if quiet else 0.0, n_until_settled(part, middle)) if part else None
-        for part, middle in zip(seconds, settled, strict=True)
+        PhaseFigures(mean, mean / quiet - 1 if quiet else 0.0, n_until_settled(part)) if part else None
+        for part, mean in zip(seconds, settled, strict=True)
     ]
 
 
-def n_until_settled(seconds: Sequence[float], settled_seconds: float) -> int | None:
-    """Return the number of tokens until the running median stays within 5 % of `settled_seconds`."""
-    last_outside = -1
-    for index, middle in enumerate(running_medians(seconds)):
-        if abs(middle - settled_seconds) > _SETTLED * settled_seconds:
-            last_outside = index
-    return None if last_outside == len(seconds) - 1 else last_outside + 1
+def n_until_settled(seconds: Sequence[float]) -> int | None:
+    """Return the number of tokens until the running median comes within 5 % of the settled ones' median."""
+    usual = median(_without_first(seconds))
+    near = (abs(middle - usual) <= _SETTLED * usual for middle in running_medians(seconds))
+    return next((index for index, is_near in enumerate(near) if is_near), None)
 
 
 def running_medians(values: Sequence[float]) -> list[float]:
@@ -115,7 +113,7 @@ def pressure_view(result: PressureResult) -> RenderableType:
         table.add_row(phase.load, *_cells(one), *_cells(other), "" if cut is None else f"{cut:.0%}")
     title = Text(title_of(result.adaptive.trace).removesuffix(", adaptive"), style="bold")
     title.append(
-        f"\nmedian of a token, its rise over the first phase, tokens after which it has settled;\n"
+        f"\nmean of a token, its rise over the first phase, tokens after which it has settled;\n"
         f"cut: the part of static's rise that adapting avoids; {result.n_load_processes} processes load the CPU",
         "not bold dim",
     )

@@ -34,7 +34,7 @@ class PromptSample:
 
 @dataclass(frozen=True)
 class Change:
-    """The runtime gave weights other classes, or the ring another size. Speeds are fractions of what was planned."""
+    """The runtime moved weights, resized the ring, or took other threads. Speeds are fractions of what was planned."""
 
     at_seconds: float
     reason: str
@@ -43,6 +43,7 @@ class Change:
     ring_bytes: int
     cpu_speed: float
     link_speed: float
+    n_threads: int = 0  # 0: not recorded
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Policy:
         return float(self._cpu[on_cpu].sum()), float(self._link[list(streamed)].sum())
 
     def model(self, visits: Sequence[Visit], before: Model | None) -> Model:
-        """Return what visits of patterns tell about the present; what they do not tell is as `before`, or as planned."""
+        """Return what visits tell about the present; what they do not tell is as `before`, or as planned."""
         now = visits[-1]
         cpu_planned, link_planned = self.lanes(now.streamed)
         measured = now.measured
@@ -188,6 +188,11 @@ class Controller:
         self._n_to_skip = N_SKIPPED
         self._window.clear()
 
+    def restart(self, reason: str) -> None:
+        """Settle anew: what was measured before no longer counts."""
+        self._visits, self._reason, self._is_final, self._usual = [], reason, False, None
+        self.interrupt()
+
     def add(self, measured: Measured) -> Decision | None:
         """Take up one token; return what to change before the next one, if anything."""
         self._n_since_change += 1
@@ -218,7 +223,8 @@ class Controller:
 
     def _start(self, reason: str, window: Sequence[Measured]) -> Decision | None:
         """Speeds have changed: what was measured before no longer counts."""
-        self._visits, self._reason, self._is_final, self._usual = [], reason, False, None
+        self.restart(reason)
+        self._n_to_skip = 0
         self._window = deque(window, maxlen=N_MEASURED)
         return self._settle()
 

@@ -286,10 +286,14 @@ class PlanEngine(Engine):
                 locations = self.helper.weight_locations(self._context)
                 self.unsupported_ops = self.helper.unsupported_ops(self._context, 1)
             placement.check_locations(plan.placements, locations, pinned_type)
-            self.load = LoadAware(self.helper, plan, adapts=is_adaptive, keeps_trace=keeps_trace)
+            self.load = LoadAware(self.helper, plan, self._set_n_threads, adapts=is_adaptive, keeps_trace=keeps_trace)
+            self._n_batch_threads = plan.workload.n_threads
         except BaseException:
             self.close()
             raise
+
+    def _set_n_threads(self, n_threads: int) -> None:
+        llama_cpp.llama_set_n_threads(self._context, n_threads, self._n_batch_threads)
 
     def logits(self) -> NDArray[np.float32]:
         logits = super().logits()

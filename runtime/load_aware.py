@@ -14,6 +14,7 @@ from planner.units import MIB, format_size
 from . import placement
 from .adapt import Controller, Measured, Policy, measured_token
 from .bindings import Helper
+from .host_load import HostLoad, ThreadCount
 
 LOW_VRAM_BYTES = 256 * MIB  # free on the card: below, the ring shrinks to its smallest size
 NO_VRAM_BYTES = 24 * MIB  # below, the driver may fail to load a kernel or to capture a graph
@@ -26,9 +27,19 @@ class LoadAware:
     """Watches what one engine evaluates. `before` and `after` belong around every evaluation."""
 
     def __init__(
-        self, helper: Helper, plan: Plan, *, adapts: bool, keeps_trace: bool, clock: _Clock = time.perf_counter
+        self,
+        helper: Helper,
+        plan: Plan,
+        set_n_threads: Callable[[int], None],
+        *,
+        adapts: bool,
+        keeps_trace: bool,
+        clock: _Clock = time.perf_counter,
+        host_load: HostLoad | None = None,
     ) -> None:
-        self._helper, self._plan, self._clock = helper, plan, clock
+        self._helper, self._plan, self._set_n_threads, self._clock = helper, plan, set_n_threads, clock
+        self._host_load = host_load or HostLoad()
+        self._threads = ThreadCount(plan.workload.n_threads)
         self._adapts, self._keeps_trace = adapts, keeps_trace
         self._policy = Policy(plan, helper.choose_transfers)
         self._controller = Controller(self._policy)
@@ -58,6 +69,8 @@ class LoadAware:
         if self._adapts and now - self._checked >= _CHECK_SECONDS:
             self._checked = now
             self._check_vram()
+        if self._adapts:
+            self._follow_free_cores()
         self._counters = self._helper.statistics()
         self._pending = (self._clock(), n_tokens)
 
@@ -104,6 +117,18 @@ class LoadAware:
             (p.name, decode(p.name, p.decode), p.prefill) for p in self._plan.placements if p.name in self._host_names
         )
 
+    def _follow_free_cores(self) -> None:
+        """Compute with fewer threads while other programs take cores: one thread that waits for a core stops all."""
+        free = self._host_load.free_cores()
+        if free is not None and self._threads.update(free):
+            self._set_n_threads(self._threads.n)
+            self._controller.restart("the number of threads has changed")
+            others = self._host_load.n_cores - free
+            self._note(
+                f"other programs use {others:.1f} cores: {self._threads.n} threads",
+                self._streamed_bytes(self._controller.streamed), 1.0, 1.0,
+            )  # fmt: skip
+
     def _check_vram(self) -> None:
         """Let the ring shrink while VRAM is short, and grow again after that."""
         free, total = self._helper.device_memory()
@@ -144,6 +169,7 @@ class LoadAware:
                 self._ring_bytes,
                 cpu_speed,
                 link_speed,
+                self._threads.n,
             )
         )
 

@@ -97,7 +97,9 @@ def test_ring_follows_the_free_vram(
     free = 1 << 34
     monkeypatch.setattr(Helper, "device_memory", lambda _: (free, 1 << 35))
     with PlanEngine(library, smollm2, plan) as engine:
-        engine.load = LoadAware(engine.helper, plan, adapts=True, keeps_trace=False, clock=lambda: now)
+        engine.load = LoadAware(
+            engine.helper, plan, engine._set_n_threads, adapts=True, keeps_trace=False, clock=lambda: now
+        )
         monkeypatch.setattr(Controller, "add", lambda *_: None)
         engine.evaluate(TOKENS[:N_PROMPT])
         rows = [engine.logits()]

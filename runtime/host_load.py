@@ -1,0 +1,75 @@
+"""How many cores other programs leave: a computing thread that has to share one holds up all the others."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+INTERVAL_SECONDS = 0.25
+_STAT = "/proc/stat"
+_IDLE, _IOWAIT, _STEAL = 3, 4, 7  # columns of a CPU's line
+
+
+class HostLoad:
+    """Samples the cores that this process may use, whenever it is asked and enough time has passed."""
+
+    def __init__(
+        self,
+        busy_seconds: Callable[[], float] | None = None,
+        own_seconds: Callable[[], float] = time.process_time,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        self.n_cores = len(cores)
+        self._busy_seconds = busy_seconds or (lambda: _busy_seconds(cores))
+        self._own_seconds, self._clock = own_seconds, clock
+        self._before = (clock(), *self._read())
+
+    def free_cores(self) -> float | None:
+        """Return the cores that other programs have left free since the last time; None if that was just now."""
+        now = self._clock()
+        elapsed = now - self._before[0]
+        if elapsed < INTERVAL_SECONDS:
+            return None
+        busy, own = self._read()
+        others = max(0.0, (busy - self._before[1]) - (own - self._before[2])) / elapsed
+        self._before = (now, busy, own)
+        return self.n_cores - min(others, float(self.n_cores))
+
+    def _read(self) -> tuple[float, float]:
+        return self._busy_seconds(), self._own_seconds()
+
+
+def _busy_seconds(cores: list[int]) -> float:
+    """Return the seconds that the cores were busy since the system started; 0 where the system does not tell."""
+    names = {f"cpu{core}" for core in cores}
+    try:
+        with open(_STAT) as file:
+            rows = [line.split() for line in file if line.startswith("cpu")]
+        ticks = 0
+        for name, *columns in rows:
+            if name in names:
+                counts = [int(column) for column in columns[: _STEAL + 1]]  # guests are counted as users already
+                ticks += sum(counts) - counts[_IDLE] - counts[_IOWAIT]
+        return float(ticks) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+class ThreadCount:
+    """How many threads to compute with: as planned, or as many as there are free cores."""
+
+    def __init__(self, n_planned: int) -> None:
+        self._n_planned = self.n = n_planned
+        self._wants_more = False
+
+    def update(self, free_cores: float) -> bool:
+        """Take up a sample; return whether `n` has changed. Fewer at once, more when two samples agree."""
+        wanted = max(1, min(self._n_planned, round(free_cores)))
+        if wanted < self.n or (wanted > self.n and self._wants_more):
+            self.n = wanted
+            self._wants_more = False
+            return True
+        self._wants_more = wanted > self.n
+        return False

@@ -1,0 +1,60 @@
+"""Cores that other programs take, and how the number of threads follows."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+
+import pytest
+
+from runtime.host_load import INTERVAL_SECONDS, HostLoad, ThreadCount
+
+
+def test_counts_what_others_take() -> None:
+    now = busy = own = 0.0
+    load = HostLoad(lambda: busy, lambda: own, lambda: now)
+    assert load.free_cores() is None  # too soon
+    now, busy, own = 1.0, 3.0, 2.5  # half a core is taken by others
+    assert load.free_cores() == pytest.approx(load.n_cores - 0.5)
+    now, busy, own = 1.0 + INTERVAL_SECONDS / 2, 9.0, 2.5
+    assert load.free_cores() is None
+    now, busy, own = 2.0, 1000.0, 2.5
+    assert load.free_cores() == 0.0
+    now, busy, own = 3.0, 1000.0, 4.0  # rounding: others never give cores
+    assert load.free_cores() == load.n_cores
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def test_sees_a_busy_process() -> None:
+    load = HostLoad()
+    process = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
+    process.start()
+    try:
+        time.sleep(1.0)
+        load.free_cores()
+        time.sleep(1.0)
+        free = load.free_cores()
+        assert free is not None
+        assert free <= len(os.sched_getaffinity(0)) - 0.5
+    finally:
+        process.kill()
+
+
+def test_threads_follow() -> None:
+    threads = ThreadCount(8)
+    assert not threads.update(15.8)
+    assert threads.update(6.2) and threads.n == 6
+    assert not threads.update(6.4)  # noise
+    assert threads.update(0.3) and threads.n == 1
+    assert not threads.update(16.0)  # once is not enough
+    assert threads.update(16.0) and threads.n == 8
+    assert threads.update(5.0) and threads.n == 5
+    assert not threads.update(8.0)
+    assert not threads.update(5.0)
+    assert not threads.update(8.0)
+    assert threads.n == 5
