@@ -9,7 +9,6 @@
 #include <new>
 #include <string.h>
 
-static constexpr int64_t block_size        = 256;
 static constexpr size_t  alignment         = 64;
 static constexpr int64_t chunks_per_thread = 4; // threads of a busy machine are not equally fast
 static constexpr int64_t min_chunk_rows    = 16;
@@ -54,8 +53,10 @@ ggml_cgraph * FastProducts::rewrite(ggml_cgraph * graph) {
     for (int i = 0; i < graph->n_nodes; i++) {
         ggml_tensor * node = graph->nodes[i];
         if (is_fast_product(node)) {
-            const size_t bytes   = matvec_vector_bytes(node->src[0]->ne[0]) * static_cast<size_t>(n_vectors(node->src[1]));
-            auto         product = std::make_unique<Product>();
+            const ggml_tensor * weights = node->src[0];
+            const size_t        bytes   = matvec_vector_bytes(weights->type, weights->ne[0]) * static_cast<size_t>(n_vectors(node->src[1]));
+            auto                product = std::make_unique<Product>();
+            product->type               = weights->type;
             product->memory.reset(new (std::nothrow) char[bytes + alignment]);
             if (!product->memory) {
                 return nullptr;
@@ -78,13 +79,15 @@ ggml_cgraph * FastProducts::rewrite(ggml_cgraph * graph) {
     return rewritten;
 }
 
-void FastProducts::quantize(ggml_tensor * node, int ith, int nth, void * product) {
-    const ggml_tensor * input    = node->src[0];
-    const int64_t       n_blocks = input->ne[0] / block_size;
+void FastProducts::quantize(ggml_tensor * node, int ith, int nth, void * data) {
+    const Product &     product      = *static_cast<Product *>(data);
+    const ggml_tensor * input        = node->src[0];
+    const int64_t       n_blocks     = input->ne[0] / ggml_blck_size(product.type);
+    const size_t        vector_bytes = matvec_vector_bytes(product.type, input->ne[0]);
     for (int64_t v = 0; v < n_vectors(input); v++) {
-        char *       target = static_cast<char *>(static_cast<Product *>(product)->vectors) + static_cast<size_t>(v) * matvec_vector_bytes(input->ne[0]);
+        char *       target = static_cast<char *>(product.vectors) + static_cast<size_t>(v) * vector_bytes;
         const auto * source = reinterpret_cast<const float *>(static_cast<const char *>(input->data) + static_cast<size_t>(v) * input->nb[1]);
-        matvec_quantize(source, n_blocks * ith / nth, n_blocks * (ith + 1) / nth, target);
+        matvec_quantize(product.type, source, n_blocks * ith / nth, n_blocks * (ith + 1) / nth, target);
     }
 }
 
@@ -103,7 +106,7 @@ void FastProducts::multiply(ggml_tensor * node, int, int nth, void * data) {
         const int64_t first   = chunk % per_column * rows;
         const int64_t expert  = ids != nullptr ? static_cast<const int32_t *>(ids->data)[column] : 0;
         const char *  matrix  = static_cast<const char *>(weights->data) + static_cast<size_t>(expert) * weights->nb[2];
-        const char *  vector  = static_cast<const char *>(product.vectors) + static_cast<size_t>(n_inputs > 1 ? column : 0) * matvec_vector_bytes(weights->ne[0]);
+        const char *  vector  = static_cast<const char *>(product.vectors) + static_cast<size_t>(n_inputs > 1 ? column : 0) * matvec_vector_bytes(weights->type, weights->ne[0]);
         auto *        results = reinterpret_cast<float *>(static_cast<char *>(node->data) + static_cast<size_t>(column) * node->nb[1]);
         matvec_rows(weights->type, matrix, weights->nb[1], weights->ne[0], vector, first, std::min(n_rows, first + rows), results);
     }

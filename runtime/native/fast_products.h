@@ -18,7 +18,8 @@ class FastProducts {
 
   private:
     struct Product {
-        std::atomic<int64_t>    next{0}; // chunk to compute
+        ggml_type               type = GGML_TYPE_COUNT; // of the matrix
+        std::atomic<int64_t>    next{0};                // chunk to compute
         std::unique_ptr<char[]> memory;
         void *                  vectors = nullptr; // the quantised input, one after the other
     };

@@ -13,7 +13,7 @@ from runtime import build
 def test_equals_ggml(tmp_path: Path, llama_headers: Path) -> None:
     llama = build.find_llama()
     program = tmp_path / "matvec_test"
-    sources = [Path(__file__).with_name("matvec_test.cpp"), build.SOURCE_FOLDER / "matvec.cpp"]
+    sources = [Path(__file__).with_name("matvec_test.cpp"), *build.SOURCE_FOLDER.glob("matvec*.cpp")]
     includes = [f"-I{build.SOURCE_FOLDER}"]
     for folder in build.HEADER_FOLDERS:
         includes += ["-isystem", str(llama_headers / folder)]
@@ -24,5 +24,5 @@ def test_equals_ggml(tmp_path: Path, llama_headers: Path) -> None:
     subprocess.run([*command, "-o", str(program)], check=True)
     result = subprocess.run([program], capture_output=True, text=True, check=False)
     if result.stdout == "not on this CPU\n":
-        pytest.skip("this CPU has no AVX-512 VNNI")
+        pytest.skip("this CPU has no AVX2")
     assert (result.returncode, result.stdout) == (0, "all passed\n"), result.stdout + result.stderr
