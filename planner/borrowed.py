@@ -139,12 +139,14 @@ def _glue(model: Profile, machine: Profile, rate: float) -> Iterator[GlueTiming]
     """Scale the nodes without weights: reading the KV cache to its size, a token's rest to layers, a batch to width."""
     layers = model.model.n_layers / max(1, machine.model.n_layers)
     for timing in machine.glue:
+        n_context = timing.n_context
         if timing.n_tokens > 1:
             seconds = timing.seconds.median * layers * model.model.n_embd / max(1, machine.model.n_embd)
         else:
+            n_context = model.n_context if n_context == machine.n_context else min(n_context, model.n_context)
             rest = max(0.0, timing.seconds.median - _context_bytes(machine, timing.n_context) / rate)
-            seconds = rest * layers + _context_bytes(model, model.n_context) / rate
-        yield GlueTiming(timing.n_tokens, model.n_context, Series((seconds,)))
+            seconds = rest * layers + _context_bytes(model, n_context) / rate
+        yield GlueTiming(timing.n_tokens, n_context, Series((seconds,)))
 
 
 def _context_bytes(profile: Profile, n_context: int) -> int:

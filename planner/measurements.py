@@ -97,7 +97,7 @@ class GlueTiming:
     """GPU time of the nodes without weights (attention, norms, rope, ...) of a whole graph."""
 
     n_tokens: int
-    n_context: int
+    n_context: int  # tokens that attention reads
     seconds: Series
 
 
@@ -120,12 +120,26 @@ class CrossingTiming:
 
 @dataclass(frozen=True)
 class HostTiming:
-    """What handing over work costs the thread that also computes on the CPU, with caches full of weights."""
+    """What handing over work costs the thread that also computes on the CPU.
+
+    With caches full of weights, as the first one of its kind finds them after a CPU step, and in a row (warm).
+    """
 
     n_threads: int
     launch: Series  # one launch of a few GPU nodes
     stream: Series  # queueing one streamed weight
     crossing: Series  # queueing both ways of an activation
+    warm_launch: Series | None = None  # None: not measured, taken to be the cold one
+    warm_stream: Series | None = None
+    warm_crossing: Series | None = None
+
+
+@dataclass(frozen=True)
+class QueueTiming:
+    """What the GPU loses beyond copies and kernels where its work comes in pieces."""
+
+    launch: Series  # going from one launch to the next
+    handshake: Series  # from a copy to the launch that waits for it, and from there to the copy that waits for it
 
 
 @dataclass(frozen=True)
@@ -214,6 +228,7 @@ class Profile:
     notes: tuple[str, ...] = field(default=())  # flagged series and other warnings
     experts: tuple[ExpertTiming, ...] = ()
     routing: Routing | None = None  # None: not measured, every expert is assumed to be used equally often
+    queue: QueueTiming | None = None  # None: not measured, nothing is lost
     rates_from: str = ""  # the model from whose times those of this one are estimated; "" where they were measured
     schema_version: int = PROFILE_SCHEMA_VERSION
 

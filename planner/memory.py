@@ -37,11 +37,15 @@ class FixedMemory:
 
 def vram_bytes(weight: WeightUse) -> int:
     """Return what the weight takes in VRAM: its bytes, the padding of its last row, the alignment."""
-    size = weight.size_bytes
+    return -(-(weight.size_bytes + padding_bytes(weight)) // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT
+
+
+def padding_bytes(weight: WeightUse) -> int:
+    """Return the zeros that follow the weight's last row in VRAM."""
     rest = weight.shape[0] % _ROW_MULTIPLE if weight.shape else 0
-    if rest and weight.type not in _UNPADDED_TYPES:
-        size += math.ceil(weight.size_bytes * (_ROW_MULTIPLE - rest) / math.prod(weight.shape))
-    return -(-size // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT
+    if not rest or weight.type in _UNPADDED_TYPES:
+        return 0
+    return math.ceil(weight.size_bytes * (_ROW_MULTIPLE - rest) / math.prod(weight.shape))
 
 
 def granule_bytes(weights: Iterable[WeightUse]) -> int:

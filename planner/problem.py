@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +10,15 @@ from typing import TypeVar
 
 from .errors import AtsplanError
 from .measurements import Contention, HostTiming, Profile, WeightUse
-from .memory import granule_bytes, is_decided, vram_bytes
+from .memory import granule_bytes, is_decided, padding_bytes, vram_bytes
+from .units import MIB
+from .workload import Workload
 
 _PerThreadCount = TypeVar("_PerThreadCount", Contention, HostTiming)
 
 _MAX_SLOWDOWN = 1000.0  # more is no measurement
+_CORE_CACHE_BYTES = 1 * MIB  # of one core alone; profiles know the shared cache only
+KV_GRANULE = 256  # llama.cpp's attention reads a multiple of so many tokens
 _MAX_INPUTS = 8  # a traced weight lists no more; the list may then lack the nearest ones
 
 
@@ -61,6 +66,11 @@ class Costs:
     host_crossing: float  # likewise, queueing an activation's way down and up
     cpu_slowdown: float  # factor while the link is busy all the time
     link_slowdown: float  # factor while the CPU is busy all the time
+    host_cold: tuple[float, float, float] = (0.0, 0.0, 0.0)  # what those three take longer with caches full of weights
+    coldness: tuple[float, ...] = ()  # the part of a core's cache that computing a use on the CPU fills
+    padding: tuple[float, ...] = ()  # of `link`: copies of the zeros behind weights, queued on their own; () if none
+    launch_gap: float = 0.0  # of the GPU, per launch
+    handshake: float = 0.0  # from a copy to a launch and from a launch to a copy, together
     expert_steps: Mapping[tuple[int, ...], ExpertStep] = field(default_factory=dict)  # by the uses of a CPU step
 
 
@@ -119,9 +129,10 @@ def build_graph(weights: Sequence[WeightUse]) -> Graph:
     )
 
 
-def costs(profile: Profile, graph: Graph, n_tokens: int, n_threads: int) -> Costs:
+def costs(profile: Profile, graph: Graph, n_tokens: int, n_threads: int, n_past: float | None = None) -> Costs:
     """Return what everything costs at this batch size, linear between 1 and the profile's n_ubatch.
 
+    `n_past` tokens come before, on average over the batches; by default the context is full.
     Raises AtsplanError naming what the profile lacks.
     """
     kernels = Kernels(profile)
@@ -132,26 +143,36 @@ def costs(profile: Profile, graph: Graph, n_tokens: int, n_threads: int) -> Cost
     crossing = _crossing(profile, n_threads)
     copy = _copy(profile)
     contention = _nearest(profile.contention, n_threads) or Contention(n_threads, 1.0, 1.0, 1.0, 1.0)
-    host = _nearest(profile.host, n_threads)
+    warm, cold = _host(profile, n_threads)
     granule = granule_bytes(weights)
+    decided = [is_decided(weight, granule) for weight in weights]
+    padding = [copy(padding_bytes(weights[i])) if decided[i] and padding_bytes(weights[i]) else 0.0 for i in uses]
     return Costs(
         n_tokens=n_tokens,
         n_threads=n_threads,
-        cpu=tuple(
-            kernels.seconds(weights[i], "cpu", tokens[i], n_threads) if is_decided(weights[i], granule) else 0.0
-            for i in uses
-        ),
+        cpu=tuple(kernels.seconds(weights[i], "cpu", tokens[i], n_threads) if decided[i] else 0.0 for i in uses),
         gpu=tuple(kernels.seconds(weights[i], "gpu", tokens[i], 0) if matmuls[i] else 0.0 for i in uses),
-        gpu_before=_spread_glue(profile, graph, n_tokens),
-        link=tuple(copy(weights[i].size_bytes) if is_decided(weights[i], granule) else 0.0 for i in uses),
+        gpu_before=_spread_glue(profile, graph, n_tokens, n_past),
+        link=tuple(copy(weights[i].size_bytes) + padding[i] if decided[i] else 0.0 for i in uses),
         down=tuple(crossing(weights[i].input_bytes * tokens[i]) / 2 for i in uses),
         up=tuple(crossing(weights[i].output_bytes * tokens[i]) / 2 for i in uses),
-        host_launch=host.launch.median if host else 0.0,
-        host_stream=host.stream.median if host else 0.0,
-        host_crossing=host.crossing.median if host else 0.0,
+        host_launch=warm[0],
+        host_stream=warm[1],
+        host_crossing=warm[2],
         cpu_slowdown=_ratio(contention.cpu_alone, contention.cpu_while_link_busy),
         link_slowdown=_ratio(contention.link_alone, contention.link_while_cpu_busy),
+        host_cold=cold,
+        coldness=tuple(_active_bytes(weight) / max(1, n_threads) / _CORE_CACHE_BYTES for weight in weights),
+        padding=tuple(padding) if any(padding) else (),
+        launch_gap=profile.queue.launch.median if profile.queue else 0.0,
+        handshake=profile.queue.handshake.median if profile.queue else 0.0,
     )
+
+
+def mean_past(workload: Workload) -> tuple[float, float]:
+    """Return how many tokens come before a batch of the prompt, and before a generated token, on average."""
+    n_prompt = workload.n_prompt_tokens
+    return max(0, n_prompt - workload.n_ubatch) / 2, n_prompt + workload.n_generated_tokens / 2
 
 
 def _resolve_inputs(weights: Sequence[WeightUse]) -> tuple[tuple[int, ...], ...]:
@@ -244,13 +265,12 @@ class Kernels:
         return self._medians[key]
 
 
-def _spread_glue(profile: Profile, graph: Graph, n_tokens: int) -> tuple[float, ...]:
+def _spread_glue(profile: Profile, graph: Graph, n_tokens: int, n_past: float | None) -> tuple[float, ...]:
     """Spread the time of the nodes without weights evenly over the places where some must be.
 
     Those are norms and other small weights, and what joins results that left the CPU's reach (attention).
     """
-    of_context = [timing for timing in profile.glue if timing.n_context == profile.n_context]
-    total = Curve((timing.n_tokens, timing.seconds.median) for timing in of_context or profile.glue)(n_tokens)
+    total = _glue(profile, n_tokens, n_past)
     granule = granule_bytes(profile.weights)
     decided = [is_decided(weight, granule) for weight in profile.weights]
     places = []
@@ -261,6 +281,35 @@ def _spread_glue(profile: Profile, graph: Graph, n_tokens: int) -> tuple[float, 
         places.append(not weight.is_input and (joins or not decided[index]))
     share = total / max(1, sum(places))
     return tuple(share if place else 0.0 for place in places)
+
+
+def _glue(profile: Profile, n_tokens: int, n_past: float | None) -> float:
+    """Return the time of the nodes without weights: lines over the tokens that attention reads, and the batch's."""
+    n_read = profile.n_context
+    if n_past is not None:
+        n_read = min(n_read, math.ceil((n_past + n_tokens) / KV_GRANULE) * KV_GRANULE)
+    by_batch = [
+        (batch, Curve((timing.n_context, timing.seconds.median) for timing in profile.glue if timing.n_tokens == batch))
+        for batch in sorted({timing.n_tokens for timing in profile.glue})
+    ]
+    return Curve((batch, seconds(n_read)) for batch, seconds in by_batch)(n_tokens)
+
+
+def _host(profile: Profile, n_threads: int) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """Return what a launch, a stream and a crossing take with warm caches, and what cold ones add."""
+    host = _nearest(profile.host, n_threads)
+    if host is None:
+        return (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)
+    cold = [host.launch.median, host.stream.median, host.crossing.median]
+    measured = [host.warm_launch, host.warm_stream, host.warm_crossing]
+    warm = [min(one.median, worst) if one else worst for one, worst in zip(measured, cold, strict=True)]
+    launch, stream, crossing = (worst - best for best, worst in zip(warm, cold, strict=True))
+    return (warm[0], warm[1], warm[2]), (launch, stream, crossing)
+
+
+def _active_bytes(weight: WeightUse) -> float:
+    """Return what one token reads of the weight."""
+    return weight.size_bytes * (weight.n_experts_used / weight.shape[2] if weight.n_experts_used else 1.0)
 
 
 def _crossing(profile: Profile, n_threads: int) -> Curve:

@@ -8,24 +8,29 @@ from dataclasses import dataclass, field
 from .measurements import Profile
 from .patterns import take_turns
 from .plan import WeightClass
-from .problem import Costs, Graph, costs
+from .problem import Costs, Graph, costs, mean_past
 from .timeline import Timeline, simulate
+from .workload import Workload
 
 _TURN_RESERVE = 0.7
 
 
 @dataclass(frozen=True)
 class PromptProblem:
-    """A model's prompts at one thread count. Classes are per use of a weight."""
+    """A model's prompts of the workload's length, at one thread count. Classes are per use of a weight."""
 
     profile: Profile
     graph: Graph
     unit_of: tuple[int, ...]  # per use, -1 where nothing is decided
     n_threads: int
+    workload: Workload
     _costs: dict[int, Costs] = field(default_factory=dict)  # by number of tokens
 
-    def simulate(self, classes: Sequence[WeightClass], ring_bytes: int, n_tokens: int) -> Timeline:
-        return simulate(self.graph, self._costs_of(n_tokens), classes, ring_bytes)
+    def simulate(
+        self, classes: Sequence[WeightClass], ring_bytes: int, n_tokens: int, *, are_prefill: bool = True
+    ) -> Timeline:
+        """Return a batch's timeline. With prefill classes, the engine launches what streams one by one."""
+        return simulate(self.graph, self._costs_of(n_tokens), classes, ring_bytes, may_merge=not are_prefill)
 
     def choose_classes(self, decode: Sequence[WeightClass], ring_bytes: int) -> list[WeightClass]:
         """Return the classes that compute a full micro-batch fastest, with the residents of `decode`."""
@@ -50,7 +55,8 @@ class PromptProblem:
         low, high = 2, self.profile.n_ubatch if list(decode) != list(prefill) else 2
         while low < high:
             middle = (low + high) // 2
-            if self._is_faster(prefill, decode, ring_bytes, middle):
+            faster = self.simulate(prefill, ring_bytes, middle)
+            if faster.seconds < self.simulate(decode, ring_bytes, middle, are_prefill=False).seconds:
                 high = middle
             else:
                 low = middle + 1
@@ -69,20 +75,17 @@ class PromptProblem:
         total = 0.0
         for n_batches, n_tokens in ((n_full, self.profile.n_ubatch), (1 if n_rest else 0, n_rest)):
             if n_batches:
-                classes = prefill if n_tokens >= min_tokens else decode
-                timeline = self.simulate(classes, ring_bytes, n_tokens)
+                are_prefill = n_tokens >= min_tokens
+                classes = prefill if are_prefill else decode
+                timeline = self.simulate(classes, ring_bytes, n_tokens, are_prefill=are_prefill)
                 n_cold = 1 if total == 0.0 else 0
                 total += n_cold * timeline.first_seconds + (n_batches - n_cold) * timeline.seconds
         return total
 
-    def _is_faster(
-        self, one: Sequence[WeightClass], other: Sequence[WeightClass], ring_bytes: int, n_tokens: int
-    ) -> bool:
-        return self.simulate(one, ring_bytes, n_tokens).seconds < self.simulate(other, ring_bytes, n_tokens).seconds
-
     def _costs_of(self, n_tokens: int) -> Costs:
         if n_tokens not in self._costs:
-            self._costs[n_tokens] = costs(self.profile, self.graph, n_tokens, self.n_threads)
+            n_past, _ = mean_past(self.workload)
+            self._costs[n_tokens] = costs(self.profile, self.graph, n_tokens, self.n_threads, n_past)
         return self._costs[n_tokens]
 
     def _whole_units(self, uses: Sequence[int]) -> list[int]:

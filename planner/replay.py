@@ -10,7 +10,7 @@ from .experts import find_experts
 from .measurements import Profile
 from .memory import granule_bytes, is_decided
 from .plan import Plan, WeightClass
-from .problem import build_graph, costs, find_units
+from .problem import build_graph, costs, find_units, mean_past
 from .prompt import PromptProblem
 from .timeline import Timeline, simulate
 
@@ -21,7 +21,8 @@ def simulate_plan(profile: Profile, plan: Plan) -> Timeline:
     if any(weight.name not in placed for weight in profile.weights):
         raise MismatchError("The profile is of another model than the plan.", "Give the plan's own profile.")
     graph = build_graph(profile.weights)
-    decode = costs(profile, graph, 1, plan.workload.n_threads)
+    _, n_past = mean_past(plan.workload)
+    decode = costs(profile, graph, 1, plan.workload.n_threads, n_past)
     classes = plan_classes(profile, plan, "decode")
     experts = find_experts(profile, find_units(profile.weights), decode) if plan.experts else None
     if plan.experts is not None and experts is not None:
@@ -31,7 +32,7 @@ def simulate_plan(profile: Profile, plan: Plan) -> Timeline:
 
 def prompt_seconds(profile: Profile, plan: Plan) -> float:
     """Return the time of the workload's prompt. The profile must be of the plan's model."""
-    prompt = PromptProblem(profile, build_graph(profile.weights), (), plan.workload.n_threads)
+    prompt = PromptProblem(profile, build_graph(profile.weights), (), plan.workload.n_threads, plan.workload)
     decode, prefill = plan_classes(profile, plan, "decode"), plan_classes(profile, plan, "prefill")
     return prompt.seconds(decode, prefill, plan.vram.ring_bytes, plan.prefill_min_tokens, plan.workload.n_prompt_tokens)
 

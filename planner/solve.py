@@ -18,7 +18,7 @@ from .measurements import Profile, WeightUse
 from .memory import DEFAULT_MARGIN_BYTES, available_bytes, fixed_memory, granule_bytes, vram_budget
 from .patterns import group_units
 from .plan import Placement, Plan, Prediction, SolverReport, WeightClass, WeightCosts
-from .problem import build_graph, costs, find_units
+from .problem import build_graph, costs, find_units, mean_past
 from .prompt import PromptProblem
 from .units import format_size
 from .workload import Workload
@@ -67,10 +67,10 @@ def solve(
             budget_bytes = limit_bytes
             notes.append(f"The budget was cut to the {format_size(limit_bytes)} that {why}.")
     fixed = fixed_memory(profile, workload, margin_bytes)
-    base = _decode_problem(profile, available_bytes(fixed, budget_bytes), profile.thread_counts[0])
-    n_threads = workload.n_threads or _best_thread_count(profile, base)
-    problem = _at_threads(profile, base, n_threads)
-    prompt = PromptProblem(profile, problem.graph, problem.unit_of, n_threads)
+    base = _decode_problem(profile, workload, available_bytes(fixed, budget_bytes))
+    n_threads = workload.n_threads or _best_thread_count(profile, workload, base)
+    problem = _at_threads(profile, workload, base, n_threads)
+    prompt = PromptProblem(profile, problem.graph, problem.unit_of, n_threads, workload)
 
     if objective == "paper":
         problem = replace(problem, experts=None)
@@ -184,12 +184,13 @@ def _check_inputs(profile: Profile, workload: Workload) -> list[str]:
     return notes
 
 
-def _decode_problem(profile: Profile, room_bytes: int, n_threads: int) -> DecodeProblem:
+def _decode_problem(profile: Profile, workload: Workload, room_bytes: int) -> DecodeProblem:
+    """Return the problem at the first number of threads."""
     graph = build_graph(profile.weights)
     units = find_units(profile.weights)
     return DecodeProblem(
         graph=graph,
-        costs=costs(profile, graph, 1, n_threads),
+        costs=costs(profile, graph, 1, profile.thread_counts[0], mean_past(workload)[1]),
         units=units,
         groups=group_units(profile.weights, graph, units),
         available_bytes=room_bytes,
@@ -197,16 +198,17 @@ def _decode_problem(profile: Profile, room_bytes: int, n_threads: int) -> Decode
     )
 
 
-def _at_threads(profile: Profile, base: DecodeProblem, n_threads: int) -> DecodeProblem:
-    decode = costs(profile, base.graph, 1, n_threads)
+def _at_threads(profile: Profile, workload: Workload, base: DecodeProblem, n_threads: int) -> DecodeProblem:
+    _, n_past = mean_past(workload)
+    decode = costs(profile, base.graph, 1, n_threads, n_past)
     return replace(base, costs=decode, experts=find_experts(profile, base.units, decode))
 
 
-def _best_thread_count(profile: Profile, base: DecodeProblem) -> int:
+def _best_thread_count(profile: Profile, workload: Workload, base: DecodeProblem) -> int:
     """Return the fastest; of equals, the one with the fewest threads."""
     if len(profile.thread_counts) == 1:
         return profile.thread_counts[0]
-    seconds = {n: estimate(_at_threads(profile, base, n)) for n in profile.thread_counts}
+    seconds = {n: estimate(_at_threads(profile, workload, base, n)) for n in profile.thread_counts}
     return min(seconds, key=lambda n: (seconds[n], n))
 
 

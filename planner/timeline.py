@@ -5,7 +5,8 @@ its result, except work that does not depend on it: that is queued before the st
 order of use, ahead of time and across rounds, into a ring of fixed regions; one launch waits for all its copies.
 
 The thread that hands work to the GPU is the one that computes on the CPU. What follows a CPU step is handed over before
-the step is computed, while the GPU still makes its inputs; handing over takes the CPU lane's time.
+the step is computed, while the GPU still makes its inputs; handing over takes the CPU lane's time. The first piece of
+each kind after a CPU step takes longer: the step's weights have pushed the driver's code and data out of the caches.
 """
 
 from __future__ import annotations
@@ -56,14 +57,15 @@ def simulate(
     *,
     is_rough: bool = False,
     with_events: bool = False,
+    may_merge: bool = True,
 ) -> Timeline:
-    """Return the timeline of `classes`, one per use of a weight.
+    """Return the timeline of `classes`, one per use of a weight. With `may_merge`, neighbouring streams share a launch.
 
     How much the CPU and the link slow each other down follows from how busy the other one turns out to be; a rough
     timeline takes both as always busy, which is nearly true of good plans and takes half the time.
     Expert steps, where all lanes work at once, have that in their times already.
     """
-    program = _Program(graph, costs, classes, ring_bytes)
+    program = _Program(graph, costs, classes, ring_bytes, may_merge)
     streams = program.streams
     blockers = ring_blockers([graph.ring_bytes[use] for use in streams], ring_bytes)
     alone_link = sum(costs.link[use] for use in streams)
@@ -137,6 +139,7 @@ class _Program:
     costs: Costs
     classes: Sequence[WeightClass]
     ring_bytes: int
+    may_merge: bool
     operations: list[_Operation] = field(default_factory=list)
     uses: list[tuple[int, ...]] = field(default_factory=list)  # of each operation
     streams: list[int] = field(default_factory=list)  # uses, in order
@@ -148,6 +151,7 @@ class _Program:
         self._launch_uses: list[int] = []
         self._launch_first_stream = 0
         self._launch_ring_bytes = 0
+        self._coldness: list[float] = []  # of each CPU step: the part of a core's cache that its weights fill
         step: list[int] = []  # uses in the CPU step that is being collected
         for use, cls in enumerate(classes):
             on_cpu = cls == "cpu"
@@ -172,7 +176,7 @@ class _Program:
             if cls == "stream":
                 size = graph.ring_bytes[use]
                 is_first = len(self.streams) == self._launch_first_stream
-                if is_first or 2 * (self._launch_ring_bytes + size) > self.ring_bytes:
+                if is_first or not self.may_merge or 2 * (self._launch_ring_bytes + size) > self.ring_bytes:
                     self._end_launch()
                 self.streams.append(use)
                 self._launch_ring_bytes += size
@@ -183,20 +187,37 @@ class _Program:
         self._hand_over_before_computing()
 
     def _hand_over_before_computing(self) -> None:
-        """Move the hand-over time of operations that follow a CPU step to that step."""
-        following = 0.0
-        first = next(
-            (i for i, operation in enumerate(self.operations) if operation[0] >= _COMPUTE), len(self.operations)
-        )
-        for index in range(len(self.operations) - 1, first - 1, -1):
-            kind, seconds, extra, end_stream, handover = self.operations[index]
-            if kind >= _COMPUTE:
-                handover += following
-                following = 0.0
-            else:
-                following += handover
-                handover = 0.0
-            self.operations[index] = (kind, seconds, extra, end_stream, handover)
+        """Move the hand-over time of operations that follow a CPU step to that step, and add what cold caches cost."""
+        if not self._coldness:
+            return
+        cold_launch, cold_stream, cold_crossing = self.costs.host_cold
+        coldness = launch_coldness = stream_coldness = self._coldness[-1]  # at the end of the round before
+        n_steps, step = 0, -1  # so far, and where the last one is
+        added = []
+        for index, (kind, _, extra, end_stream, handover) in enumerate(self.operations):
+            if kind == _LAUNCH:
+                if launch_coldness:
+                    handover += launch_coldness * cold_launch
+                    launch_coldness = 0.0
+                if stream_coldness and end_stream > extra:
+                    handover += stream_coldness * cold_stream
+                    stream_coldness = 0.0
+            elif kind >= _COMPUTE:
+                if n_steps:
+                    coldness = launch_coldness = stream_coldness = self._coldness[n_steps - 1]
+                n_steps, step = n_steps + 1, index
+                handover += coldness * cold_crossing
+                if kind == _EXPERTS:
+                    handover += launch_coldness * cold_launch
+                    launch_coldness = 0.0
+            added.append(handover)
+            if step >= 0 and step != index:
+                added[step] += handover
+                added[index] = 0.0
+        self.operations = [
+            (kind, seconds, extra, end_stream, handover)
+            for (kind, seconds, extra, end_stream, _), handover in zip(self.operations, added, strict=True)
+        ]
 
     def _add_gpu_work(self, use: int, seconds: float) -> None:
         if seconds > 0.0 or self.classes[use] == "stream":
@@ -205,15 +226,22 @@ class _Program:
 
     def _end_launch(self) -> None:
         if self._launch_uses:
-            first, end = self._launch_first_stream, len(self.streams)
-            handover = self.costs.host_launch + (end - first) * self.costs.host_stream
-            self._append((_LAUNCH, self._launch_seconds, first, end, handover), tuple(self._launch_uses))
+            costs, first, end = self.costs, self._launch_first_stream, len(self.streams)
+            handover = costs.host_launch + (end - first) * costs.host_stream
+            if costs.padding:  # tiny copies: the link takes as long as queueing them
+                handover += sum(costs.padding[use] for use in self.streams[first:end])
+            seconds = self._launch_seconds + costs.launch_gap
+            self._append((_LAUNCH, seconds, first, end, handover), tuple(self._launch_uses))
         self._launch_seconds, self._launch_uses = 0.0, []
         self._launch_first_stream, self._launch_ring_bytes = len(self.streams), 0
 
     def _end_step(self, step: list[int]) -> None:
         self._end_launch()  # what does not depend on the step runs meanwhile
         experts = self.costs.expert_steps.get(tuple(step)) if self.costs.expert_steps else None
+        filled = 0.0
+        for use in step if self.costs.coldness else ():
+            filled += self.costs.coldness[use]
+        self._coldness.append(min(1.0, filled))
         up, handover = self.costs.up[step[-1]], self.costs.host_crossing
         if experts is None:
             self._append((_COMPUTE, sum(self.costs.cpu[use] for use in step), up, 0, handover), tuple(step))
@@ -247,6 +275,7 @@ class _Lanes:
         start = gpu = cpu = max(self._gpu, self._cpu)
         link, read, launched = self._link, self._read, self._launched
         base = len(read)
+        signal = program.costs.handshake / 2  # from the link to the GPU, or back
         ready = 0.0
         handed_over = cpu  # when the operations up to the next compute were handed over
         for index, (kind, seconds, extra, end_stream, handover) in enumerate(program.operations):
@@ -270,13 +299,13 @@ class _Lanes:
                     launched.append(handed_over)
                 if handed_over > gpu:
                     gpu = handed_over
-                if end_stream > first_stream and link > gpu:
-                    gpu = link
+                if end_stream > first_stream and link + signal > gpu:
+                    gpu = link + signal
                 if events is not None:
                     events.append(Event("gpu", program.uses[index], gpu - start, gpu + seconds - start))
                 gpu += seconds
                 for stream in range(first_stream, end_stream):
-                    read[base + stream] = gpu
+                    read[base + stream] = gpu + signal
             elif kind == _PUBLISH:
                 ready = gpu + seconds
             else:

@@ -85,6 +85,10 @@ def test_the_rest_of_the_graph_follows_layers_and_the_kv_cache() -> None:
     kv_seconds = [4096 * layers * 2 * 1024 * 2 / Machine().gpu_rate for layers in (80, 40)]
     assert decode.seconds.median == pytest.approx((5e-3 - kv_seconds[0]) / 2 + kv_seconds[1])
     assert batch.seconds.median == pytest.approx(80e-3 / 2 * 5120 / 8192)
+    both = replace(machine, glue=(*machine.glue, GlueTiming(1, 512, Series((3e-3,)))))
+    assert [(g.n_tokens, g.n_context) for g in borrow(model, both).glue] == [(1, 4096), (512, 4096), (1, 512)]
+    shorter = borrow(model, both).glue[-1].seconds.median
+    assert shorter == pytest.approx((3e-3 - kv_seconds[0] / 8) / 2 + kv_seconds[1] / 8)
 
 
 def test_a_type_that_was_not_measured_is_said_in_the_plan() -> None:

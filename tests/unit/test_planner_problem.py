@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from planner.errors import AtsplanError
-from planner.measurements import Profile, WeightUse
-from planner.problem import Curve, build_graph, costs, find_units
+from planner.measurements import GlueTiming, HostTiming, Profile, QueueTiming, Series, WeightUse
+from planner.problem import Curve, build_graph, costs, find_units, mean_past
+from planner.workload import Workload
 from tests.unit.planner_profiles import QWEN3_14B, TINY, Machine, Shapes, dense_weights, synthetic_profile
 
 
@@ -107,6 +108,58 @@ def test_costs_come_from_the_measurements() -> None:
     assert full.cpu[down] == profile.kernel_seconds(weight, "cpu", 512, 4)
     assert half.cpu[down] == pytest.approx(one.cpu[down] + (full.cpu[down] - one.cpu[down]) * 255 / 511)
     assert full.gpu[-1] == one.gpu[-1]  # the output is computed for the last token only
+
+
+def test_attention_reads_what_is_there_already() -> None:
+    times = {(1, 512): 1e-3, (1, 4096): 3e-3, (512, 512): 10e-3, (512, 4096): 24e-3}
+    glue = tuple(GlueTiming(n, n_read, Series((seconds,))) for (n, n_read), seconds in times.items())
+    profile = replace(synthetic_profile(TINY), glue=glue)
+    graph = build_graph(profile.weights)
+
+    def total(n_tokens: int, n_past: float | None) -> float:
+        return sum(costs(profile, graph, n_tokens, 4, n_past).gpu_before)
+
+    assert total(1, None) == pytest.approx(3e-3)  # a full context
+    assert total(1, 1e9) == pytest.approx(3e-3)
+    assert total(1, 2303) == pytest.approx(2e-3)
+    assert total(1, 2300) == pytest.approx(2e-3)  # whole blocks are read
+    assert total(512, 0) == pytest.approx(10e-3)
+    assert total(512, 1792) == pytest.approx(17e-3)
+    assert mean_past(Workload(n_prompt_tokens=512, n_generated_tokens=256, n_ubatch=512)) == (0, 640)
+    assert mean_past(Workload(n_prompt_tokens=4096, n_generated_tokens=100, n_ubatch=512)) == (1792, 4146)
+    assert mean_past(Workload(n_prompt_tokens=100, n_generated_tokens=0, n_ubatch=512)) == (0, 100)
+
+
+def test_handing_over_is_warm_and_what_cold_caches_add() -> None:
+    profile = synthetic_profile(TINY)
+    graph = build_graph(profile.weights)
+    old = costs(profile, graph, 1, 4)  # warm times were not measured
+    assert (old.host_launch, old.host_stream, old.host_crossing) == (5e-6, 3e-6, 5e-6)
+    assert old.host_cold == (0.0, 0.0, 0.0)
+    assert (old.launch_gap, old.handshake) == (0.0, 0.0)
+    series = [Series((n * 1e-6,)) for n in (20, 21, 22, 6, 3, 99)]
+    queue = QueueTiming(Series((2e-6,)), Series((4e-6,)))
+    new = costs(replace(profile, host=(HostTiming(4, *series),), queue=queue), graph, 1, 4)
+    assert (new.host_launch, new.host_stream, new.host_crossing) == (6e-6, 3e-6, 22e-6)  # warm is never slower
+    assert new.host_cold == pytest.approx((14e-6, 18e-6, 0.0))
+    assert (new.launch_gap, new.handshake) == (2e-6, 4e-6)
+    down = next(i for i, weight in enumerate(profile.weights) if weight.name == "blk.0.ffn_down.weight")
+    assert new.coldness[down] == profile.weights[down].size_bytes / 4 / 2**20
+
+
+def test_padded_weights_take_a_second_copy() -> None:
+    padded = synthetic_profile(Shapes("t", 1, 2048, 2048, 256, 4096 + 256, 8192))
+    graph = build_graph(padded.weights)
+    of = costs(padded, graph, 1, 4)
+    down, up = (
+        next(i for i, weight in enumerate(padded.weights) if weight.name == f"blk.0.ffn_{role}.weight")
+        for role in ("down", "up")
+    )
+    n_zeros = padded.weights[down].size_bytes // (2048 * 4352) * 256
+    assert of.link[up] == pytest.approx(4e-6 + padded.weights[up].size_bytes / 54.9e9)
+    assert of.link[down] == pytest.approx(2 * 4e-6 + (padded.weights[down].size_bytes + n_zeros) / 54.9e9, rel=1e-3)
+    assert (of.padding[up], of.padding[down]) == (0.0, pytest.approx(4e-6, rel=1e-2))
+    assert costs(synthetic_profile(TINY), build_graph(dense_weights(TINY)), 1, 4).padding == ()
 
 
 def test_missing_measurements_are_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -80,6 +81,45 @@ def test_handing_work_over_takes_the_cpu_lanes_time() -> None:
     assert seconds(CHAIN, exposed, ["gpu", "cpu", "gpu"]) == pytest.approx(2 + 2.5 + 5 + 0.2 + 1)
     streams = costs_of([9, 9, 9], [1, 1, 1], link=[0.1] * 3, host=(1.0, 2.0, 0.0))
     assert seconds(CHAIN, streams, ["stream"] * 3, ring_bytes=6) == pytest.approx(1 + 3 * 2 + 3)
+
+
+def test_the_first_work_after_a_cpu_step_finds_cold_caches() -> None:
+    warm = costs_of([9, 5, 9], [1, 1, 1], link=[1] * 3)
+    costs = replace(warm, host_cold=(2.0, 8.0, 4.0), coldness=(0.0, 0.5, 9.0))  # the step fills half a cache
+    # The first launch waits for 2 / 2, its product is there after 2.1; the crossing takes 4 / 2 more, until 3.
+    assert seconds(CHAIN, costs, ["gpu", "cpu", "gpu"]) == pytest.approx(3 + 5 + 0.2 + 1)
+    # The second launch is the first with a stream: 8 / 2 more.
+    assert seconds(CHAIN, costs, ["gpu", "cpu", "stream"], ring_bytes=9) == pytest.approx(3 + 4 + 5 + 0.2 + 1)
+    full = replace(costs, coldness=(0.0, 3.0, 0.0))  # a cache is not emptied twice
+    assert seconds(CHAIN, full, ["gpu", "cpu", "gpu"]) == pytest.approx(6 + 5 + 0.2 + 1)
+    assert seconds(CHAIN, costs, ["gpu"] * 3) == 3  # no CPU step: warm
+    # Two steps: after the larger one a full launch and crossing, after the smaller one half of both.
+    apart = graph_of([(), (0,), (1,), (2,), (3,)])
+    two = replace(costs_of([9, 5, 9, 5, 9], [1] * 5), host_cold=(2.0, 0.0, 4.0), coldness=(0.0, 0.5, 0.0, 1.0, 0.0))
+    expected = (2 + 4) + 5 + (1 + 2) + 5 + 0.2 + 1
+    assert seconds(apart, two, ["gpu", "cpu", "gpu", "cpu", "gpu"]) == pytest.approx(expected)
+
+
+def test_streams_of_a_prompt_are_launched_one_by_one() -> None:
+    chain = graph_of([(), (0,)], ring=[5, 5])
+    costs = costs_of([9, 9], [4, 4], link=[5, 5])
+    assert simulate(chain, costs, ["stream", "stream"], 20).first_seconds == pytest.approx(10 + 8)
+    apart = simulate(chain, costs, ["stream", "stream"], 20, may_merge=False)
+    assert apart.first_seconds == pytest.approx(5 + 5 + 4)
+
+
+def test_pieces_of_gpu_work_cost_time() -> None:
+    chain = graph_of([(), (0,)], ring=[10, 10])
+    whole = costs_of([9, 9], [1, 1], link=[10, 10])
+    both: list[WeightClass] = ["stream", "stream"]
+    assert seconds(chain, whole, both, ring_bytes=10) == pytest.approx(22)
+    assert seconds(chain, replace(whole, handshake=1.0), both, ring_bytes=10) == pytest.approx(22 + 2)
+    assert seconds(chain, replace(whole, launch_gap=0.5), both, ring_bytes=10) == pytest.approx(22 + 1)
+
+
+def test_zeros_behind_a_weight_are_queued_too() -> None:
+    costs = replace(costs_of([9, 9, 9], [1, 1, 1], link=[0.1] * 3, host=(1.0, 2.0, 0.0)), padding=(0.0, 0.5, 0.0))
+    assert seconds(CHAIN, costs, ["stream"] * 3, ring_bytes=6) == pytest.approx(1 + 3 * 2 + 0.5 + 3)
 
 
 def test_independent_gpu_work_runs_beside_the_cpu() -> None:
