@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.gguf_model import GgufTensor, read_tensor_bytes
-from planner.measurements import Contention, ExpertTiming, HostTiming, Series, WeightUse
+from planner.measurements import Contention, ExpertTiming, HostTiming, QueueTiming, Series, WeightUse
 from planner.units import MIB
 from runtime.bindings import Ggml, Helper, MatmulSpec
 from runtime.library import HYBRID_DEVICE, load
@@ -79,10 +79,19 @@ def crossing(device: str, n_threads: int, activation_bytes: int, effort: Effort)
 
 
 def host(device: str, kernel: Kernel, n_threads: int, cold_bytes: int, n_nodes: int, n_samples: int) -> HostTiming:
-    """Measure what handing over work costs right after products for one token that emptied the caches."""
-    spec = _matmul_spec(device, kernel, 1, cold_bytes)
-    series = _helper(device).bench_host(n_threads, spec, n_nodes=n_nodes, n_warmup=2, n_samples=n_samples)
-    return HostTiming(n_threads, *map(Series, series))
+    """Measure what handing over work costs: right after products for one token that emptied the caches, and without."""
+    specs = (_matmul_spec(device, kernel, 1, cold_bytes), None)
+    helper = _helper(device)
+    cold, warm = (
+        helper.bench_host(n_threads, spec, n_nodes=n_nodes, n_warmup=2, n_samples=n_samples) for spec in specs
+    )
+    return HostTiming(n_threads, *map(Series, (*cold, *warm)))
+
+
+def queues(device: str, n_nodes: int, n_samples: int) -> QueueTiming:
+    """Measure what the GPU loses between launches, and where copies and launches wait for each other."""
+    series = _helper(device).bench_queues(n_nodes=n_nodes, n_warmup=2, n_samples=n_samples)
+    return QueueTiming(*map(Series, series))
 
 
 def expert_copies(

@@ -18,9 +18,10 @@ from planner.measurements import (
     HostTiming,
     KernelTiming,
     LinkTiming,
+    QueueTiming,
     WeightUse,
 )
-from planner.problem import find_units
+from planner.problem import KV_GRANULE, find_units
 from planner.units import KIB, MIB
 from runtime.inspect_model import Inspection
 
@@ -29,7 +30,7 @@ from .bench import Kernel, kernel_key
 from .measure import Effort
 from .worker import Worker
 
-LINK_SIZES_BYTES = (256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+LINK_SIZES_BYTES = (16 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 CROSSING_SIZES_BYTES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB, 64 * MIB)
 CONTENTION_COPY_BYTES = 16 * MIB
 CONTENTION_PHASE_SECONDS = 0.5
@@ -41,7 +42,9 @@ KERNELS_BUDGET_SECONDS = 20.0  # for all series of products, unless single produ
 MAX_SERIES_SECONDS = 0.5
 OTHER_EFFORT = Effort(budget_seconds=0.15)
 
-Timing: TypeAlias = KernelTiming | GlueTiming | LinkTiming | CrossingTiming | HostTiming | ExpertTiming | Contention
+Timing: TypeAlias = (
+    KernelTiming | GlueTiming | LinkTiming | CrossingTiming | HostTiming | QueueTiming | ExpertTiming | Contention
+)
 
 
 @dataclass(frozen=True)
@@ -141,8 +144,11 @@ def _kernel_job(
 
 
 def glue_jobs(path: Path, machine: Machine, n_context: int, n_ubatch: int) -> Iterator[Job]:
-    for n_tokens in sorted({1, n_ubatch}):
-        yield _glue_job(path, machine, n_context, n_ubatch, n_tokens)
+    """Yield jobs for a token and a micro-batch, with a full context and with the shortest that holds the batch."""
+    shortest = -(-n_ubatch // KV_GRANULE) * KV_GRANULE
+    for n_read in sorted({min(shortest, n_context), n_context}):
+        for n_tokens in sorted({1, n_ubatch}):
+            yield _glue_job(path, machine, n_read, n_ubatch, n_tokens)
 
 
 def _glue_job(path: Path, machine: Machine, n_context: int, n_ubatch: int, n_tokens: int) -> Job:
@@ -153,7 +159,8 @@ def _glue_job(path: Path, machine: Machine, n_context: int, n_ubatch: int, n_tok
         )
         return GlueTiming(n_tokens, n_context, series), remark
 
-    return Job(f"attention, norms and the like, {_count(n_tokens, 'token')}", 1.0 if n_tokens == 1 else 3.0, run)
+    label = f"attention, norms and the like, {_count(n_tokens, 'token')}, context {n_context}"
+    return Job(label, 1.0 if n_tokens == 1 else 3.0, run)
 
 
 def link_jobs(machine: Machine) -> Iterator[Job]:
@@ -201,6 +208,13 @@ def _host_job(machine: Machine, kernel: Kernel, n_threads: int) -> Job:
         return timing, ""
 
     return Job(f"handing work to the GPU, {_count(n_threads, 'thread')}", 0.5, run)
+
+
+def queue_jobs(machine: Machine) -> Iterator[Job]:
+    def run(worker: Worker) -> tuple[Timing, str]:
+        return worker.call(bench.queues, machine.device, HOST_LAUNCH_NODES, HOST_SAMPLES), ""
+
+    yield Job("copies and launches in turns", 0.3, run)
 
 
 def expert_jobs(weights: Sequence[WeightUse], machine: Machine) -> Iterator[Job]:

@@ -21,6 +21,7 @@ from planner.measurements import (
     MemoryCase,
     ModelInfo,
     Profile,
+    QueueTiming,
 )
 from planner.units import GIB, MIB
 from planner.workload import Workload, kv_label
@@ -123,6 +124,7 @@ def profile_model(
         device_overhead_bytes=overhead_bytes,
         notes=(*notes, *remarks),
         experts=tuple(timing for timing in timings if isinstance(timing, ExpertTiming)),
+        queue=next((timing for timing in timings if isinstance(timing, QueueTiming)), None),
     )
 
 
@@ -205,6 +207,7 @@ def _jobs(model: GgufModel, inspection: Inspection, machine: Machine, settings: 
         yield from jobs.link_jobs(machine)
         yield from jobs.crossing_jobs(machine, activation_bytes)
         yield from jobs.host_jobs(machine, heaviest)
+        yield from jobs.queue_jobs(machine)
         yield from jobs.expert_jobs(weights, machine)
         yield from jobs.contention_jobs(machine, heaviest)
 
@@ -218,7 +221,7 @@ def _run(work: Sequence[Job], worker: Worker, on_progress: OnProgress) -> tuple[
         timing, remark = job.run(worker)
         timings.append(timing)
         remarks.append(remark)
-        if not isinstance(timing, (Contention, HostTiming)) and timing.seconds.is_noisy:
+        if not isinstance(timing, (Contention, HostTiming, QueueTiming)) and timing.seconds.is_noisy:
             remarks.append(f"{job.label}: unsteady, MAD {relative_mad(timing.seconds):.0%} of the median")
         done += job.expected_seconds
     return timings, [remark for remark in remarks if remark]

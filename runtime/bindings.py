@@ -305,16 +305,26 @@ class Helper:
         )
 
     def bench_host(
-        self, n_threads: int, spec: MatmulSpec, *, n_nodes: int, n_warmup: int, n_samples: int
+        self, n_threads: int, spec: MatmulSpec | None, *, n_nodes: int, n_warmup: int, n_samples: int
     ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-        """Return seconds of the host thread per launch of `n_nodes`, per streamed weight, and per crossing."""
-        native = _native_spec(spec)
+        """Return seconds of the host thread per launch of `n_nodes`, per streamed weight, and per crossing.
+
+        Each one follows a product, which emptied the caches; without `spec`, they follow each other.
+        """
+        native = ctypes.byref(_native_spec(spec)) if spec else None
         series = [(ctypes.c_int64 * n_samples)() for _ in range(3)]
-        self._check(
-            self._library.ats_bench_host(n_threads, ctypes.byref(native), n_nodes, n_warmup, n_samples, *series)
-        )
+        self._check(self._library.ats_bench_host(n_threads, native, n_nodes, n_warmup, n_samples, *series))
         launch, stream, crossing = (tuple(sample / 1e9 for sample in samples) for samples in series)
         return launch, stream, crossing
+
+    def bench_queues(
+        self, *, n_nodes: int, n_warmup: int, n_samples: int
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return seconds that the GPU loses between launches of `n_nodes`, and per copy and launch in turns."""
+        series = [(ctypes.c_int64 * n_samples)() for _ in range(2)]
+        self._check(self._library.ats_bench_queues(n_nodes, n_warmup, n_samples, *series))
+        launch, handshake = (tuple(sample / 1e9 for sample in samples) for samples in series)
+        return launch, handshake
 
     def bench_contention(
         self, n_threads: int, spec: MatmulSpec, *, copy_bytes: int, duration_seconds: float

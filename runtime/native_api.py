@@ -123,6 +123,7 @@ HELPER_PROTOTYPES: Prototypes = {
             _INT64S, _INT64S, _INT64S,
         ],
     ),
+    "ats_bench_queues": (ctypes.c_int, [ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, _INT64S, _INT64S]),
     "ats_bench_contention": (
         ctypes.c_int,
         [

@@ -159,10 +159,15 @@ ATS_EXPORT int ats_bench_transfer(bool host_to_device, bool pinned, int64_t size
 ATS_EXPORT int ats_bench_crossing(int32_t n_threads, int64_t activation_bytes, int32_t n_warmup, int32_t n_samples,
                                   int64_t * samples);
 
-// What handing over work costs the host thread, right after it computed a product that emptied its caches: starting a
-// graph of n_nodes small nodes, queueing one streamed weight, and queueing a publish and a fetch. Three arrays.
+// What handing over work costs the host thread: starting a graph of n_nodes small nodes, queueing one streamed weight,
+// and queueing a publish and a fetch. Three arrays. With a product, each right after the thread computed it, which
+// emptied its caches; without one (`spec` is null), all three in turns without a pause.
 ATS_EXPORT int ats_bench_host(int32_t n_threads, const struct ats_matmul_spec * spec, int32_t n_nodes, int32_t n_warmup,
                               int32_t n_samples, int64_t * launch, int64_t * stream, int64_t * crossing);
+
+// What the GPU loses where its work comes in pieces, per piece: from one launch of n_nodes small nodes to the next one,
+// and from a copy to the launch that waits for it and on to the next copy, which waits for that launch. Two arrays.
+ATS_EXPORT int ats_bench_queues(int32_t n_nodes, int32_t n_warmup, int32_t n_samples, int64_t * launch, int64_t * handshake);
 
 // Copying n_experts experts, of matrices with these sizes, to VRAM at once: what it adds to a plain crossing, from the
 // decision until the GPU can go on, through the engine's own path. From cold_bytes of distinct weights.

@@ -146,6 +146,24 @@ def test_a_large_activation_crosses_slower(helper: Helper) -> None:
         helper.bench_crossing(1, 0, n_warmup=0, n_samples=1)
 
 
+@pytest.mark.parametrize("spec", [product((1024, 1024), cold_bytes=64 * MIB), None], ids=["cold", "warm"])
+def test_handing_work_over_takes_longer_for_more_nodes(helper: Helper, spec: MatmulSpec | None) -> None:
+    few, many = (helper.bench_host(1, spec, n_nodes=n, n_warmup=1, n_samples=9) for n in (1, 200))
+    assert all(len(series) == 9 and min(series) > 0 for series in (*few, *many))
+    assert min(many[0]) > 2 * min(few[0])  # the simulated device computes at once
+    with pytest.raises(DeviceError, match="0 nodes make no launch"):
+        helper.bench_host(1, spec, n_nodes=0, n_warmup=0, n_samples=1)
+
+
+def test_pieces_of_work_on_a_device_without_queues_cost_little(helper: Helper) -> None:
+    launch, handshake = helper.bench_queues(n_nodes=20, n_warmup=1, n_samples=9)
+    assert len(launch) == len(handshake) == 9
+    assert 0 <= min(launch) < 1e-3
+    assert 0 <= min(handshake) < 1e-3
+    with pytest.raises(DeviceError, match="1001 nodes make no launch"):
+        helper.bench_queues(n_nodes=1001, n_warmup=0, n_samples=1)
+
+
 @pytest.mark.parametrize(("shape", "n_experts_used"), [((1024, 1024), 0), ((1024, 1024, 8), 2)])
 def test_contention_measures_both_sides_alone_and_together(
     helper: Helper, shape: tuple[int, ...], n_experts_used: int

@@ -73,6 +73,9 @@ def test_larger_weights_take_longer(profile: Profile) -> None:
 
 def test_the_rest_is_measured_too(profile: Profile) -> None:
     assert [timing.n_tokens for timing in profile.glue] == [1, N_UBATCH]
+    assert profile.queue is not None
+    assert all(0 <= seconds < 1e-2 for seconds in profile.queue.launch.samples + profile.queue.handshake.samples)
+    assert all(one and one.median > 0 for h in profile.host for one in (h.warm_launch, h.warm_stream, h.warm_crossing))
     assert {(timing.direction, timing.pinned) for timing in profile.link} == {
         (direction, pinned) for direction in ("h2d", "d2h") for pinned in (True, False)
     }

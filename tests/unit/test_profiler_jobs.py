@@ -114,7 +114,10 @@ def test_streaming_is_measured_per_kind_of_experts() -> None:
 
 
 def test_the_rest_of_the_work_list() -> None:
-    assert len(list(link_jobs(GPU))) == 2 * 2 * 5
+    assert len(list(link_jobs(GPU))) == 2 * 2 * 6
     assert len(list(glue_jobs(Path("model.gguf"), GPU, 256, 64))) == 2
     assert len(list(glue_jobs(Path("model.gguf"), GPU, 256, 1))) == 1
+    assert [job.label.split(", ", 2)[2] for job in glue_jobs(Path("model.gguf"), GPU, 4096, 300)] == [
+        f"{n}, context {n_read}" for n_read in (512, 4096) for n in ("1 token", "300 tokens")
+    ]
     assert len(list(contention_jobs(GPU, distinct_kernels(MODEL, WEIGHTS)[0]))) == 2
