@@ -25,12 +25,13 @@ DEVIATION = 0.15  # of a token's time, or of a lane's, since it was last looked 
 NOISE = 3.0  # a deviation is also this many times the usual one
 MIN_GAIN = 0.02  # of a token's time that the model must promise
 SAME = 0.01  # of a token's time: no difference
+HOME = 0.03  # of a token's time that a known pattern may be worse by the model, which errs by as much
 N_SKIPPED = 4  # tokens after a change that are not measured: the engine fills its ring and captures its graphs again
 N_FIRST = 3  # tokens that tell what has changed
 N_MEASURED = 6  # tokens that tell what a change was good for
 MAX_VISITS = 3  # patterns that are measured before one of them stays
 MIN_TRIAL, MAX_TRIAL = 32, 512  # tokens after which to try what cannot be measured, in case it is as planned again
-LINK_BOUND = 0.93  # share of a token from which on the host may be waiting for the link
+LINK_BOUND = 0.88  # share of a token from which on the host may be waiting for the link
 _GOLDEN = 0.6180339887498949
 _TRIAL = "a trial"
 
@@ -54,7 +55,6 @@ class Model:
     cpu_factor: float
     link_factor: float
     rest_seconds: float  # neither computing on the CPU nor waiting for the link
-    wait_seconds: float  # of that, the host waiting for the GPU
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,10 @@ class Policy:
             link = measured.link_seconds / link_planned
         wait = measured.wait_seconds
         if self.waits_for_link(measured):
-            wait = min(wait, before.wait_seconds if before else self._planned_wait)
+            others = [v.measured.wait_seconds for v in visits if not self.waits_for_link(v.measured)]
+            wait = min([wait, *(others or [self._planned_wait])])
         rest = max(0.0, measured.seconds - measured.cpu_seconds - measured.wait_seconds) + wait
-        return Model(base, factor, link, rest, wait)
+        return Model(base, factor, link, rest)
 
     def waits_for_link(self, measured: Measured) -> bool:
         return measured.link_seconds >= LINK_BOUND * measured.seconds
@@ -182,6 +183,7 @@ class Controller:
         self._usual: list[Measured] | None = None  # once settled: what tokens took then
         self._is_final = False  # the pattern is the fastest of those visited
         self._trial_interval = MIN_TRIAL
+        self._home: Visit | None = None  # where tokens were fastest, ever
 
     def interrupt(self) -> None:
         """Leave out the next tokens: after a prompt or a pause the engine starts afresh, as after a change."""
@@ -230,11 +232,14 @@ class Controller:
 
     def _settle(self) -> Decision | None:
         measured = _mean(self._window)
+        earlier = next((visit.measured.seconds for visit in self._visits if visit.streamed == self.streamed), None)
+        if earlier is not None and abs(measured.seconds / earlier - 1) > DEVIATION:  # speeds have changed meanwhile
+            self._visits, self._is_final = [], False
         self._visits.append(Visit(self.streamed, measured))
         self._model = model = self._policy.model(self._visits, self._model)
         fastest = min(self._visits, key=lambda visit: visit.measured.seconds)
         if not self._is_final and len(self._visits) < MAX_VISITS:
-            best = self._policy.best(model)
+            best = self._best(model)
             expected_now = self._policy.token_seconds(model, self.streamed)
             error = measured.seconds / expected_now if expected_now > 0 else 1.0
             promised = error * self._policy.token_seconds(model, best)
@@ -245,7 +250,18 @@ class Controller:
             self._is_final = True
             return self._change(fastest.streamed, "the fastest so far", model)
         self._usual = list(self._window)
+        if self._home is None or measured.seconds < (1 - SAME) * self._home.measured.seconds:
+            self._home = Visit(self.streamed, measured)
         return None
+
+    def _best(self, model: Model) -> tuple[int, ...]:
+        """Return what to stream; where tokens were fastest is as good as anything that is hardly better."""
+        best = self._policy.best(model)
+        if self._home is not None:
+            home = self._home.streamed
+            if self._policy.token_seconds(model, home) <= (1 + HOME) * self._policy.token_seconds(model, best):
+                return home
+        return best
 
     def _change(self, streamed: tuple[int, ...], reason: str, model: Model) -> Decision:
         self._n_since_change = 0

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 INTERVAL_SECONDS = 0.25
 _STAT = "/proc/stat"
-_ROUNDING = 0.3  # of a core: what a quiet system uses itself
+_NOISE = 0.3  # of a core: what a quiet system uses itself
+_TOLERATED = 0.5  # of a core that is missing
 _IDLE, _IOWAIT, _STEAL = 3, 4, 7  # columns of a CPU's line
 
 
@@ -67,7 +68,9 @@ class ThreadCount:
 
     def update(self, free_cores: float) -> bool:
         """Take up a sample; return whether `n` has changed. Fewer at once, more when two samples agree."""
-        wanted = max(1, min(self._n_planned, int(free_cores + _ROUNDING)))
+        fewer = max(1, int(free_cores + _TOLERATED))
+        more = min(self._n_planned, int(free_cores + _NOISE))
+        wanted = fewer if fewer < self.n else max(more, self.n)
         if wanted < self.n or (wanted > self.n and self._wants_more):
             self.n = wanted
             self._wants_more = False

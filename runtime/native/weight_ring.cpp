@@ -11,7 +11,7 @@
 static constexpr size_t slot_alignment  = 256;
 static constexpr size_t max_padding     = 64 * 1024; // one row of 512 elements of the largest type is far smaller
 static constexpr int    default_uses    = 4;         // ring size where none was asked for, in largest weights
-static constexpr double timed_part      = 0.3;       // of new times in the running mean
+static constexpr double timed_part      = 0.7;       // of new times in the running mean: a load is to be seen at once
 
 static size_t align_up(size_t size) {
     return (size + slot_alignment - 1) / slot_alignment * slot_alignment;
