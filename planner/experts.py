@@ -1,6 +1,6 @@
-"""Experts decoded one by one: what the engine splits, how many experts it streams, and what that is expected to take.
+"""Experts computed one by one: what the engine splits, how many experts it streams, and what that is expected to take.
 
-It mirrors the native helper's expert_block, expert_cache and expert_lane.
+It mirrors the native helper's expert_block, expert_cache, expert_division and expert_lane.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from .units import KIB
 
 _MAX_MATRICES = 3
 _MAX_USED = 32
+_MAX_BATCH_TOKENS = 128
+_MAX_BATCH_COLUMNS = 1024  # tokens times experts used
+_MAX_STREAMED = 128
+_WORTH_CACHING = 2.0  # of the time for all experts, to copy one more
 _PADDING_BYTES = 4 * KIB  # of a tensor: alignment, and the last row of quantised ones
 _PREDICTION_BYTES = 256 * KIB  # for the prediction of a layer's routing
 
@@ -38,6 +42,15 @@ class ExpertBlock:
     @property
     def expert_bytes(self) -> int:
         return sum(self.matrix_bytes)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest batch that is split."""
+        return min(_MAX_BATCH_TOKENS, _MAX_BATCH_COLUMNS // self.n_used)
+
+    def n_touched(self, n_tokens: int) -> float:
+        """Return how many experts so many tokens are expected to use, if all are used equally often."""
+        return self.n_experts * (1 - (1 - self.n_used / self.n_experts) ** n_tokens)
 
     @property
     def n_spares(self) -> int:
@@ -69,6 +82,10 @@ class ExpertRates:
             return max(self.gpu_seconds(n), self.cpu_seconds(n_missing - n, n))
 
         return min(range(n_missing + 1), key=seconds)
+
+    def fills_cache(self, n_used: int) -> bool:
+        """Tell whether experts get into the cache: they are streamed, or one now and then costs little."""
+        return self.n_to_stream(n_used) > 0 or self.gpu_seconds(1) <= _WORTH_CACHING * self.cpu_seconds(n_used, 0)
 
 
 def find_blocks(weights: Sequence[WeightUse], units: Sequence[Unit]) -> tuple[ExpertBlock, ...]:
@@ -102,6 +119,8 @@ def _block(weights: Sequence[WeightUse], uses: Sequence[int], unit: int) -> Expe
     used = [weights[use] for use in uses]
     first, n_experts = used[0], used[0].shape[2]
     results = 2 * sum(weight.output_bytes for weight in used)  # of the products, and of activations between them
+    n_tokens = 1 + min(_MAX_BATCH_TOKENS, _MAX_BATCH_COLUMNS // first.n_experts_used)  # one alone, or several
+    inputs = n_tokens * (first.input_bytes + 4 * first.n_experts_used)
     return ExpertBlock(
         uses=tuple(uses),
         unit=unit,
@@ -109,7 +128,7 @@ def _block(weights: Sequence[WeightUse], uses: Sequence[int], unit: int) -> Expe
         n_used=first.n_experts_used,
         matrix_bytes=tuple(weight.size_bytes // n_experts for weight in used),
         family=(first.n_experts_used, *((weight.type, weight.shape[:2]) for weight in used)),
-        scratch_bytes=first.input_bytes + results + (3 * len(used) + 2) * _PADDING_BYTES,
+        scratch_bytes=inputs + results + (3 * len(used) + 4) * _PADDING_BYTES,
     )
 
 
@@ -149,6 +168,18 @@ class Experts:
                 block = self.blocks[i]
                 fraction = round(min(1.0, hits / block.n_used), 4)
                 steps[block.uses] = expected_step(self.rates[i], block.n_used, block.expert_bytes, fraction)
+        return steps
+
+    def batch_steps(
+        self, classes: Sequence[WeightClass], cache_bytes: int, batch: Costs
+    ) -> dict[tuple[int, ...], ExpertStep]:
+        """Return what every split block is expected to take for the tokens of `batch`, several of them."""
+        steps = {}
+        for members, n_slots in self._slots(self.active(classes), cache_bytes):
+            for i, hits in zip(members, self._expected_hits(members, n_slots), strict=True):
+                block = self.blocks[i]
+                if batch.n_tokens <= block.max_tokens:
+                    steps[block.uses] = _batch_step(block, self.rates[i], batch, hits / block.n_used, n_slots)
         return steps
 
     def relaxed(self, unit: int, weight: float, *, may_stream: bool) -> list[tuple[float, int]]:
@@ -212,7 +243,7 @@ class Experts:
         """Return per block how many routed experts of a token are cached, when the most used ones of all are."""
         block = self.blocks[members[0]]
         n_used, n_experts = block.n_used, block.n_experts
-        if self.rates[members[0]].n_to_stream(n_used) == 0:  # the cache is filled by streaming only
+        if not self.rates[members[0]].fills_cache(n_used):
             return [0.0] * len(members)
         if any(self.frequencies[i] is None for i in members):
             return [n_used * n_slots / (len(members) * n_experts)] * len(members)
@@ -243,6 +274,34 @@ def expected_step(rates: ExpertRates, n_used: int, expert_bytes: int, hit_fracti
         n_resident=n_used * hit_fraction,
         n_streamed=streamed,
         n_cpu=n_cpu,
+    )
+
+
+def _batch_step(block: ExpertBlock, rates: ExpertRates, batch: Costs, hit_fraction: float, n_slots: int) -> ExpertStep:
+    n_touched = block.n_touched(batch.n_tokens)
+    n_resident = min(hit_fraction * n_touched, n_slots)
+    n_missing = n_touched - n_resident
+    gpu = sum(batch.gpu[use] for use in block.uses)
+    latency = rates.latency - rates.gpu + gpu
+    on_cpu = sum(batch.cpu[use] for use in block.uses) / n_touched  # per expert, with its share of the tokens
+    limit = int(min(n_missing, _MAX_STREAMED, n_slots - n_resident + block.n_spares))
+
+    def cpu_seconds(k: int) -> float:
+        return (n_missing - k) * on_cpu * (rates.cpu_slowdown if k else 1.0)
+
+    def seconds(k: int) -> float:
+        return max(latency + k * rates.link, cpu_seconds(k))
+
+    best = min(range(limit + 1), key=seconds)
+    return ExpertStep(
+        seconds=seconds(best),
+        cpu_seconds=cpu_seconds(best),
+        link_seconds=best * rates.link,
+        gpu_seconds=gpu,
+        link_bytes=best * block.expert_bytes,
+        n_resident=n_resident,
+        n_streamed=best,
+        n_cpu=n_missing - best,
     )
 
 

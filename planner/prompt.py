@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from .experts import Experts
 from .measurements import Profile
 from .patterns import take_turns
 from .plan import WeightClass
@@ -17,20 +18,34 @@ _TURN_RESERVE = 0.7
 
 @dataclass(frozen=True)
 class PromptProblem:
-    """A model's prompts of the workload's length, at one thread count. Classes are per use of a weight."""
+    """A model's prompts of the workload's length, at one thread count. Classes are per use of a weight.
+
+    Batches too small for the prefill classes have the decode classes, and experts are computed one by one as there,
+    with a cache of `cache_bytes`; None: they are not.
+    """
 
     profile: Profile
     graph: Graph
     unit_of: tuple[int, ...]  # per use, -1 where nothing is decided
     n_threads: int
     workload: Workload
+    experts: Experts | None = None
     _costs: dict[int, Costs] = field(default_factory=dict)  # by number of tokens
 
     def simulate(
-        self, classes: Sequence[WeightClass], ring_bytes: int, n_tokens: int, *, are_prefill: bool = True
+        self,
+        classes: Sequence[WeightClass],
+        ring_bytes: int,
+        n_tokens: int,
+        *,
+        are_prefill: bool = True,
+        cache_bytes: int | None = None,
     ) -> Timeline:
         """Return a batch's timeline. With prefill classes, the engine launches what streams one by one."""
-        return simulate(self.graph, self._costs_of(n_tokens), classes, ring_bytes, may_merge=not are_prefill)
+        costs = self._costs_of(n_tokens)
+        if self.experts is not None and cache_bytes is not None and not are_prefill:
+            costs = replace(costs, expert_steps=self.experts.batch_steps(classes, cache_bytes, costs))
+        return simulate(self.graph, costs, classes, ring_bytes, may_merge=not are_prefill)
 
     def choose_classes(self, decode: Sequence[WeightClass], ring_bytes: int) -> list[WeightClass]:
         """Return the classes that compute a full micro-batch fastest, with the residents of `decode`."""
@@ -50,13 +65,20 @@ class PromptProblem:
         ]
         return min(options, key=lambda classes: self.simulate(classes, ring_bytes, self.profile.n_ubatch).seconds)
 
-    def min_tokens(self, decode: Sequence[WeightClass], prefill: Sequence[WeightClass], ring_bytes: int) -> int:
+    def min_tokens(
+        self,
+        decode: Sequence[WeightClass],
+        prefill: Sequence[WeightClass],
+        ring_bytes: int,
+        cache_bytes: int | None = None,
+    ) -> int:
         """Return the smallest batch, at least 2, that the prefill classes compute faster than the decode classes."""
         low, high = 2, self.profile.n_ubatch if list(decode) != list(prefill) else 2
         while low < high:
             middle = (low + high) // 2
             faster = self.simulate(prefill, ring_bytes, middle)
-            if faster.seconds < self.simulate(decode, ring_bytes, middle, are_prefill=False).seconds:
+            slower = self.simulate(decode, ring_bytes, middle, are_prefill=False, cache_bytes=cache_bytes)
+            if faster.seconds < slower.seconds:
                 high = middle
             else:
                 low = middle + 1
@@ -69,6 +91,7 @@ class PromptProblem:
         ring_bytes: int,
         min_tokens: int,
         n_prompt_tokens: int,
+        cache_bytes: int | None = None,
     ) -> float:
         """Return the time of a prompt: full micro-batches and the rest, the first one without prefetched weights."""
         n_full, n_rest = divmod(n_prompt_tokens, self.profile.n_ubatch)
@@ -77,7 +100,9 @@ class PromptProblem:
             if n_batches:
                 are_prefill = n_tokens >= min_tokens
                 classes = prefill if are_prefill else decode
-                timeline = self.simulate(classes, ring_bytes, n_tokens, are_prefill=are_prefill)
+                timeline = self.simulate(
+                    classes, ring_bytes, n_tokens, are_prefill=are_prefill, cache_bytes=cache_bytes
+                )
                 n_cold = 1 if total == 0.0 else 0
                 total += n_cold * timeline.first_seconds + (n_batches - n_cold) * timeline.seconds
         return total

@@ -32,9 +32,17 @@ def simulate_plan(profile: Profile, plan: Plan) -> Timeline:
 
 def prompt_seconds(profile: Profile, plan: Plan) -> float:
     """Return the time of the workload's prompt. The profile must be of the plan's model."""
-    prompt = PromptProblem(profile, build_graph(profile.weights), (), plan.workload.n_threads, plan.workload)
-    decode, prefill = plan_classes(profile, plan, "decode"), plan_classes(profile, plan, "prefill")
-    return prompt.seconds(decode, prefill, plan.vram.ring_bytes, plan.prefill_min_tokens, plan.workload.n_prompt_tokens)
+    graph, n_threads = build_graph(profile.weights), plan.workload.n_threads
+    experts = find_experts(profile, find_units(profile.weights), costs(profile, graph, 1, n_threads))
+    prompt = PromptProblem(profile, graph, (), n_threads, plan.workload, experts)
+    return prompt.seconds(
+        plan_classes(profile, plan, "decode"),
+        plan_classes(profile, plan, "prefill"),
+        plan.vram.ring_bytes,
+        plan.prefill_min_tokens,
+        plan.workload.n_prompt_tokens,
+        plan.experts.cache_bytes if plan.experts else None,
+    )
 
 
 def plan_classes(profile: Profile, plan: Plan, phase: Literal["decode", "prefill"]) -> list[WeightClass]:

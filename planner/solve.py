@@ -70,7 +70,7 @@ def solve(
     base = _decode_problem(profile, workload, available_bytes(fixed, budget_bytes))
     n_threads = workload.n_threads or _best_thread_count(profile, workload, base)
     problem = _at_threads(profile, workload, base, n_threads)
-    prompt = PromptProblem(profile, problem.graph, problem.unit_of, n_threads, workload)
+    prompt = PromptProblem(profile, problem.graph, problem.unit_of, n_threads, workload, problem.experts)
 
     if objective == "paper":
         problem = replace(problem, experts=None)
@@ -218,8 +218,9 @@ def _complete(
     """Add the prompt's side to a decode candidate; roughly, with an assumed `min_tokens`, to compare candidates."""
     decode, ring = problem.expand(candidate.classes), candidate.ring_bytes
     prefill = prompt.choose_classes(decode, ring)
-    min_tokens = _ASSUMED_MIN_TOKENS if is_rough else prompt.min_tokens(decode, prefill, ring)
-    seconds = prompt.seconds(decode, prefill, ring, min_tokens, workload.n_prompt_tokens)
+    cache = candidate.cache_bytes
+    min_tokens = _ASSUMED_MIN_TOKENS if is_rough else prompt.min_tokens(decode, prefill, ring, cache)
+    seconds = prompt.seconds(decode, prefill, ring, min_tokens, workload.n_prompt_tokens, cache)
     return _Solution(candidate, prefill, min_tokens, seconds)
 
 

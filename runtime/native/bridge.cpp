@@ -78,8 +78,8 @@ class CopyBridge final : public ActivationBridge {
 
     bool join_experts(const ExpertJoin & join, uint32_t) override {
         const size_t bytes = join.result->nb[1];
-        joined_.resize(bytes * static_cast<size_t>(join.result->ne[1]));
-        for (int64_t i = 0; i < join.result->ne[1]; i++) {
+        joined_.resize(bytes * static_cast<size_t>(ggml_nrows(join.result)));
+        for (int64_t i = 0; i < ggml_nrows(join.result); i++) {
             const int32_t source = join.columns->sources[i];
             char *        target = joined_.data() + static_cast<size_t>(i) * bytes;
             if (source >= 0) {

@@ -20,23 +20,27 @@ struct HostCopy { // from pinned memory to VRAM
 };
 
 constexpr int max_expert_matrices = 3;
-constexpr int max_expert_columns  = 32;
-constexpr int max_expert_copies   = max_expert_matrices * max_expert_columns + 2; // and the ids, the input
+constexpr int max_expert_columns  = 32;  // of one token
+constexpr int max_batch_tokens    = 128;
+constexpr int max_batch_columns   = 1024; // of all tokens
+constexpr int max_expert_streams  = 128; // experts copied at once
+constexpr int max_expert_copies   = max_expert_matrices * max_expert_streams + 2; // and the ids, the input
 
 // Which lane made which column of an expert block's result: a column of the GPU's results, or ~column of the CPU's.
 struct ExpertColumns { // in pinned memory, written before mark_computed()
-    int32_t sources[max_expert_columns];
+    int32_t sources[max_batch_columns];
 };
 
 struct ExpertShare { // of one block on the GPU: the same addresses every time
     ggml_cgraph * graph;
     ggml_cgraph * prediction = nullptr; // of the experts that the next block will use; null: nothing is copied ahead
     Crossing      predicted  = {};      // its result
+    bool          is_late    = false;   // handed to the GPU once it is decided: the host may have to wait for it on the way
 };
 
 struct ExpertJoin {
-    ggml_tensor *         result; // (n_out, n_columns) on the compute backend
-    ggml_tensor *         gpu_columns;
+    ggml_tensor *         result; // one row per column, on the compute backend
+    ggml_tensor *         gpu_columns; // may be the result
     const void *          cpu_columns;
     const ExpertColumns * columns;
 };

@@ -143,8 +143,10 @@ bool Executor::compile_cpu_steps(CompiledProgram & compiled) {
     std::vector<ExpertBlock>     blocks(steps.size()); // without nodes where the step is none
     std::vector<ExpertBlock>     expert_blocks;
     size_t                       needed = 0;
+    // Prompts' classes may leave other blocks than those that decoding has memory for.
+    const bool has_experts = ExpertLane::is_wanted(*settings_) && (!compiled.program.is_prefill || compiled.program.n_tokens == 1);
     for (size_t i = 0; i < steps.size(); i++) {
-        if (ExpertLane::is_wanted(*settings_) && match_expert_block(steps[i], is_pinned_weight, blocks[i])) {
+        if (has_experts && match_expert_block(steps[i], is_pinned_weight, blocks[i])) {
             expert_blocks.push_back(blocks[i]);
             continue;
         }
@@ -170,13 +172,14 @@ bool Executor::compile_cpu_steps(CompiledProgram & compiled) {
         const auto next = std::find_if(blocks.begin() + static_cast<ptrdiff_t>(i) + 1, blocks.end(), [](const ExpertBlock & block) { return !block.nodes.empty(); });
         return next == blocks.end() ? nullptr : &*next;
     };
+    const bool is_late = std::any_of(expert_blocks.begin(), expert_blocks.end(), [](const ExpertBlock & block) { return block.n_tokens() > 1; });
     for (size_t i = 0; i < steps.size(); i++) {
         compiled.cpu_steps.emplace_back();
         CompiledStep & step = compiled.cpu_steps.back();
         if (!blocks[i].nodes.empty()) {
             step.experts = std::make_unique<ExpertLane::Step>();
         }
-        const bool ok = step.experts != nullptr ? expert_lane_->compile(blocks[i], next_block(i), *bridge_, *step.experts)
+        const bool ok = step.experts != nullptr ? expert_lane_->compile(blocks[i], next_block(i), is_late, compiled.template_graph, *bridge_, *step.experts)
                                                 : arena_.compile(steps[i], step.plain);
         if (!ok) {
             return false;
@@ -200,12 +203,13 @@ ggml_status Executor::compute(ggml_cgraph * graph) {
         ring_->set_timed(settings_->statistics != 0);
         note_run(*compiled);
         const bool has_experts = std::any_of(compiled->cpu_steps.begin(), compiled->cpu_steps.end(), [](const CompiledStep & step) { return step.experts != nullptr; });
-        if (has_experts) {
+        const bool is_token    = has_experts && compiled->program.n_tokens == 1;
+        if (is_token) {
             expert_lane_->begin_token(*bridge_, *settings_);
         }
         const int64_t start = now_ns();
         status              = run(*compiled);
-        if (has_experts && compiled->n_runs > runs_before_early) {
+        if (is_token && compiled->n_runs > runs_before_early) {
             expert_lane_->end_token(now_ns() - start);
         }
         round_base_ += static_cast<uint32_t>(compiled->program.cpu_steps.size());

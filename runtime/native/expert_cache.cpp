@@ -1,6 +1,7 @@
 #include "expert_cache.h"
 
 #include <algorithm>
+#include <limits>
 
 static constexpr double ageing     = 1.00002; // per round: with 48 layers, a use halves its worth in about 700 tokens
 static constexpr double max_weight = 1e100;
@@ -27,9 +28,9 @@ void ExpertCache::begin_round() {
     }
 }
 
-int ExpertCache::use(int32_t expert) {
+int ExpertCache::use(int32_t expert, int n_uses) {
     Expert & used = experts_[static_cast<size_t>(expert)];
-    used.score += weight_;
+    used.score += n_uses * weight_;
     if (used.slot >= 0) {
         slots_[static_cast<size_t>(used.slot)].last_round = round_;
         slot_scores_[static_cast<size_t>(used.slot)]      = used.score;
@@ -37,13 +38,13 @@ int ExpertCache::use(int32_t expert) {
     return used.slot;
 }
 
-int ExpertCache::admit(int32_t expert) {
+int ExpertCache::admit(int32_t expert, bool must) {
     Expert & admitted = experts_[static_cast<size_t>(expert)];
     int      victim   = -1;
     if (n_filled_ < slots_.size()) {
         victim = static_cast<int>(n_filled_++);
     } else {
-        double lowest = admitted.score / advantage;
+        double lowest = must ? std::numeric_limits<double>::max() : admitted.score / advantage;
         if (lowest <= least_) {
             return -1;
         }
@@ -64,6 +65,7 @@ int ExpertCache::admit(int32_t expert) {
         slot                                       = {expert, round_};
         slot_scores_[static_cast<size_t>(victim)] = admitted.score;
         admitted.slot                             = victim;
+        least_                                    = std::min(least_, admitted.score);
     }
     return victim;
 }

@@ -18,15 +18,15 @@ class ExpertCache {
     // Start the decisions for one layer of one token.
     void begin_round();
 
-    // Count a use. Returns the slot that holds the expert, or -1.
-    int use(int32_t expert);
+    // Count uses. Returns the slot that holds the expert, or -1.
+    int use(int32_t expert, int n_uses = 1);
 
     int    slot_of(int32_t expert) const { return experts_[static_cast<size_t>(expert)].slot; }
     double score(int32_t expert) const { return experts_[static_cast<size_t>(expert)].score; }
 
     // An expert is being copied to VRAM: returns the slot that it should take, or -1 if the experts there are worth more.
-    // Slots that this round uses stay.
-    int admit(int32_t expert);
+    // Slots that this round uses stay. If it must be admitted, only those do.
+    int admit(int32_t expert, bool must = false);
 
     int n_slots() const { return static_cast<int>(slots_.size()); }
 
@@ -45,7 +45,7 @@ class ExpertCache {
     std::vector<Slot>   slots_;
     std::vector<double> slot_scores_; // as in experts_: admit() looks at every slot
     double              weight_ = 1.0; // of a use now; growing it fades the old ones
-    double              least_  = 0.0; // no slot has a lower score: slots only gain
+    double              least_  = 0.0; // no slot has a lower score
     int64_t             round_  = 0;
     size_t              n_filled_ = 0;
 };

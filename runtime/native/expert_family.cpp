@@ -30,7 +30,9 @@ bool ExpertFamily::allocate(const ExpertBlock & block, int n_slots, ggml_backend
     cache = std::make_unique<ExpertCache>(n_slots);
     spares.resize(static_cast<size_t>(n_spares(static_cast<int>(block.n_used()))));
     const int64_t n_all     = n_slots + static_cast<int64_t>(spares.size());
-    const size_t  n_tensors = block.weights.size() + 2 * block.nodes.size() + 6;
+    const int64_t n_tokens  = max_tokens(block.n_used());
+    const int64_t n_columns = n_tokens * block.n_used();
+    const size_t  n_tensors = block.weights.size() + 2 * block.nodes.size() + 11;
     context.reset(ggml_init({n_tensors * ggml_tensor_overhead(), nullptr, true}));
     if (!context) {
         return false;
@@ -45,13 +47,18 @@ bool ExpertFamily::allocate(const ExpertBlock & block, int n_slots, ggml_backend
     }
     for (const ggml_tensor * node : block.nodes) {
         gpu_results.push_back(add(on_device, ggml_new_tensor_2d(context.get(), node->type, node->ne[0], block.n_used())));
-        cpu_results.push_back(add(on_host, ggml_new_tensor_2d(context.get(), node->type, node->ne[0], block.n_used())));
+        cpu_results.push_back(add(on_host, ggml_new_tensor_2d(context.get(), node->type, node->ne[0], n_columns)));
     }
     gpu_x      = add(on_device, ggml_new_tensor_1d(context.get(), block.x->type, block.x->ne[0]));
     gpu_ids    = add(on_device, ggml_new_tensor_2d(context.get(), GGML_TYPE_I32, block.n_used(), 1));
     cpu_x      = add(on_host, ggml_new_tensor_1d(context.get(), block.x->type, block.x->ne[0]));
-    cpu_ids    = add(on_host, ggml_new_tensor_1d(context.get(), GGML_TYPE_I32, 2 * block.n_used())); // the CPU's, the slots
-    routed_ids = add(on_host, ggml_new_tensor_1d(context.get(), GGML_TYPE_I32, block.n_used()));
+    batch_gpu_x   = add(on_device, ggml_new_tensor_3d(context.get(), block.x->type, block.x->ne[0], 1, n_tokens));
+    batch_gpu_ids = add(on_device, ggml_new_tensor_2d(context.get(), GGML_TYPE_I32, block.n_used(), n_tokens));
+    batch_cpu_x   = add(on_host, ggml_new_tensor_3d(context.get(), block.x->type, block.x->ne[0], 1, n_tokens));
+    column_x      = add(on_host, ggml_new_tensor_3d(context.get(), block.x->type, block.x->ne[0], 1, n_columns));
+    cpu_ids    = add(on_host, ggml_new_tensor_1d(context.get(), GGML_TYPE_I32, n_columns));
+    slot_ids   = add(on_host, ggml_new_tensor_1d(context.get(), GGML_TYPE_I32, n_columns));
+    routed_ids = add(on_host, ggml_new_tensor_1d(context.get(), GGML_TYPE_I32, n_tokens * block.n_experts()));
     columns    = add(on_host, ggml_new_tensor_1d(context.get(), GGML_TYPE_I8, sizeof(ExpertColumns)));
 
     constexpr size_t alignment = 256;
@@ -86,14 +93,16 @@ bool ExpertFamily::allocate(const ExpertBlock & block, int n_slots, ggml_backend
     return true;
 }
 
-ggml_cgraph * ExpertFamily::build_graph(ggml_context * context, const ExpertBlock & block, int64_t n_columns, bool on_gpu) const {
+ggml_cgraph * ExpertFamily::build_graph(ggml_context * context, const ExpertBlock & block, int64_t n_columns, int64_t n_tokens, bool on_gpu) const {
     ggml_cgraph * graph = ggml_new_graph_custom(context, block.nodes.size() * 3 + 2, false);
 
     const auto with_columns = [&](const ggml_tensor * original, ggml_tensor * memory, size_t offset) {
         ggml_tensor * tensor = ggml_new_tensor(context, original->type, GGML_MAX_DIMS, original->ne);
         *tensor              = *original;
         tensor->ne[1]        = n_columns;
-        tensor->nb[2] = tensor->nb[3] = tensor->nb[1] * static_cast<size_t>(n_columns);
+        tensor->ne[2]        = n_tokens;
+        tensor->nb[2]        = tensor->nb[1] * static_cast<size_t>(n_columns);
+        tensor->nb[3]        = tensor->nb[2] * static_cast<size_t>(n_tokens);
         tensor->buffer                = memory->buffer;
         tensor->data                  = static_cast<char *>(memory->data) + offset;
         tensor->view_src              = nullptr;
@@ -109,10 +118,11 @@ ggml_cgraph * ExpertFamily::build_graph(ggml_context * context, const ExpertBloc
         return static_cast<size_t>(std::find(block.nodes.begin(), block.nodes.end(), node) - block.nodes.begin());
     };
 
-    ggml_tensor * x = as_leaf(with_columns(block.x, on_gpu ? gpu_x : cpu_x, 0));
+    ggml_tensor * x = as_leaf(with_columns(block.x, on_gpu ? gpu_x : n_tokens == 1 ? cpu_x : column_x, 0));
     x->ne[1]        = 1;
-    x->nb[2] = x->nb[3] = x->nb[1];
-    ggml_tensor * ids   = ggml_new_tensor_2d(context, GGML_TYPE_I32, n_columns, 1);
+    x->nb[2]        = x->nb[1];
+    x->nb[3]        = x->nb[2] * static_cast<size_t>(n_tokens);
+    ggml_tensor * ids   = ggml_new_tensor_2d(context, GGML_TYPE_I32, n_columns, n_tokens);
     ids->buffer         = (on_gpu ? gpu_ids : cpu_ids)->buffer;
     ids->data           = (on_gpu ? gpu_ids : cpu_ids)->data;
 

@@ -9,6 +9,7 @@ static constexpr double  hit_part         = 0.01;  // of a new value in a runnin
 static constexpr double  glue_part        = 0.05;
 static constexpr double  worth_waiting_ns = 50000; // of time for copies
 static constexpr int64_t max_waiting_ns   = 20000; // for a prediction, while the CPU could compute
+static constexpr double  worth_caching    = 2.0;   // of the time for all, to copy one more
 
 bool ExpertLane::prepare(const std::vector<ExpertBlock> & blocks, const Settings & settings) {
     std::map<std::string, std::vector<const ExpertBlock *>> wanted;
@@ -22,7 +23,9 @@ bool ExpertLane::prepare(const std::vector<ExpertBlock> & blocks, const Settings
     }
     free_memory();
     cache_bytes_    = settings.expert_cache_bytes;
-    expert_link_ns_ = static_cast<double>(settings.expert_link_ns);
+    expert_link_ns_    = static_cast<double>(settings.expert_link_ns);
+    expert_cpu_ns_     = static_cast<double>(settings.expert_cpu_ns);
+    expert_latency_ns_ = static_cast<double>(settings.expert_link_latency_ns);
     scratch_.reset(ggml_backend_buft_alloc_buffer(ggml_backend_get_default_buffer_type(experts_), prediction_scratch_bytes));
     if (!scratch_) {
         return false;
@@ -60,15 +63,16 @@ int ExpertLane::layer_for(const ExpertBlock & block) {
     auto layer     = std::make_unique<Layer>();
     layer->family  = &families_.at(ExpertFamily::key_of(block));
     layer->weights = block.weights;
-    layer->context.reset(ggml_init({ExpertFamily::graph_bytes(block, static_cast<size_t>(block.n_used()) + 1), nullptr, true}));
+    layer->context.reset(ggml_init({ExpertFamily::graph_bytes(block, static_cast<size_t>(block.n_used()) + 2), nullptr, true}));
     if (!layer->context) {
         return -1;
     }
     layer->first_expert = layer->family->cache->add_layer(static_cast<int>(block.n_experts()));
-    layer->gpu_graph    = layer->family->build_graph(layer->context.get(), block, block.n_used(), true);
+    layer->gpu_graph    = layer->family->build_graph(layer->context.get(), block, block.n_used(), 1, true);
+    layer->column_graph = layer->family->build_graph(layer->context.get(), block, 1, block.n_used() * ExpertFamily::max_tokens(block.n_used()), false);
     for (int64_t n_columns = 1; n_columns <= block.n_used(); n_columns++) {
         layer->products.emplace_back();
-        layer->cpu_graphs.push_back(layer->products.back().rewrite(layer->family->build_graph(layer->context.get(), block, n_columns, false)));
+        layer->cpu_graphs.push_back(layer->products.back().rewrite(layer->family->build_graph(layer->context.get(), block, n_columns, 1, false)));
         if (layer->cpu_graphs.back() == nullptr) {
             return -1;
         }
@@ -79,25 +83,33 @@ int ExpertLane::layer_for(const ExpertBlock & block) {
     return static_cast<int>(layers_.size()) - 1;
 }
 
-bool ExpertLane::compile(const ExpertBlock & block, const ExpertBlock * next, const ActivationBridge & bridge, Step & step) {
-    step.layer = layer_for(block);
-    step.next  = next != nullptr ? layer_for(*next) : -1;
-    if (step.layer < 0 || (next != nullptr && step.next < 0)) {
+bool ExpertLane::compile(const ExpertBlock & block, const ExpertBlock * next, bool is_late, const ggml_cgraph & graph,
+                         const ActivationBridge & bridge, Step & step) {
+    const bool is_batch = block.n_tokens() > 1;
+    step.is_late        = is_late;
+    step.layer          = layer_for(block);
+    step.next           = next != nullptr && !is_late ? layer_for(*next) : -1;
+    if (step.layer < 0 || (next != nullptr && !is_late && step.next < 0)) {
         return false;
     }
     Layer & layer = *layers_[static_cast<size_t>(step.layer)];
-    if (next != nullptr && layer.predicted != step.next) {
+    if (step.next >= 0 && layer.predicted != step.next) {
         layer.prediction = make_prediction(*next, layer.family->gpu_x, scratch_.get());
         layer.predicted  = step.next;
         warm_up_prediction(layer, bridge);
     }
-    const ExpertFamily & family = *layers_[static_cast<size_t>(step.layer)]->family;
-    step.inputs           = {{block.x, family.cpu_x->data, ggml_nbytes(block.x)}, {block.ids, family.routed_ids->data, ggml_nbytes(family.routed_ids)}};
+    const ExpertFamily & family = *layer.family;
+    step.inputs = {{block.x, (is_batch ? family.batch_cpu_x : family.cpu_x)->data, ggml_nbytes(block.x)},
+                   {block.ids, family.routed_ids->data, ggml_nbytes(block.ids)}};
     if (bridge.can_copy_within_gpu()) {
-        step.inputs.push_back({block.x, family.gpu_x->data, ggml_nbytes(block.x)});
+        step.inputs.push_back({block.x, (is_batch ? family.batch_gpu_x : family.gpu_x)->data, ggml_nbytes(block.x)});
     }
-    step.join = {block.result(), family.gpu_results.back(), family.cpu_results.back()->data,
+    step.join = {block.result(), is_batch ? block.result() : family.gpu_results.back(), family.cpu_results.back()->data,
                  static_cast<const ExpertColumns *>(family.columns->data)};
+    if (is_batch) {
+        step.batch = std::make_unique<ExpertBatch>();
+        return step.batch->create(block, family, graph);
+    }
     return true;
 }
 
@@ -143,7 +155,8 @@ void ExpertLane::end_token(int64_t ns) {
 
 ExpertShare ExpertLane::share(const Step & step) const {
     const Layer & layer = *layers_[static_cast<size_t>(step.layer)];
-    ExpertShare   share = {layer.gpu_graph};
+    ExpertShare   share = {step.batch ? step.batch->graph() : layer.gpu_graph};
+    share.is_late       = step.is_late;
     if (is_predicting_ && step.next >= 0 && layer.predicted == step.next && layer.prediction.graph != nullptr) {
         share.prediction = layer.prediction.graph;
         share.predicted  = {layer.prediction.ids, ggml_backend_buffer_get_base(layer.prediction.host.get()),
@@ -188,6 +201,15 @@ void ExpertLane::copy_expert(const Layer & layer, int expert, int slot) {
     }
 }
 
+// Where streaming an expert just for one use does not pay, it can still pay to cache it: now and then one is streamed.
+bool ExpertLane::is_worth_caching(const ExpertFamily & family, int n_missing) {
+    if (n_missing == 0 || family.gpu_ns.at(1) > worth_caching * family.cpu_ns.at(n_missing)) {
+        return false;
+    }
+    random_ = random_ * 1664525 + 1013904223;
+    return random_ >> 29 == 0; // one in eight
+}
+
 // Fill in the slots of the GPU's columns (n_used of them: that many it always computes) and the ids of the CPU's.
 // Returns the number of experts to stream.
 int ExpertLane::decide(Layer & layer, bool has_prediction, int32_t * slots, int32_t * ids, int & n_cpu) {
@@ -223,10 +245,16 @@ int ExpertLane::decide(Layer & layer, bool has_prediction, int32_t * slots, int3
         const double score_a = cache.score(layer.first_expert + routed[a]), score_b = cache.score(layer.first_expert + routed[b]);
         return score_a != score_b ? score_a > score_b : a < b;
     });
-    const int n_streamed = n_to_stream(family, n_missing, has_prediction, static_cast<double>(now_ns()));
+    int n_streamed = n_to_stream(family, n_missing, has_prediction, static_cast<double>(now_ns()));
+    if (n_streamed == 0 && is_worth_caching(family, n_missing)) {
+        slot_of[missing[0]] = cache.admit(layer.first_expert + routed[missing[0]]);
+        n_streamed          = slot_of[missing[0]] >= 0 ? 1 : 0;
+    }
     for (int i = 0; i < n_streamed; i++) {
         const int j = missing[i];
-        slot_of[j]  = cache.admit(layer.first_expert + routed[j]);
+        if (slot_of[j] < 0) {
+            slot_of[j] = cache.admit(layer.first_expert + routed[j]);
+        }
         if (slot_of[j] < 0) { // a guess that was wrong is overwritten
             const ptrdiff_t spare = std::find(is_taken, is_taken + family.spares.size(), false) - is_taken;
             is_taken[spare]       = true;
@@ -259,7 +287,11 @@ int ExpertLane::decide(Layer & layer, bool has_prediction, int32_t * slots, int3
 void ExpertLane::note_share(ActivationBridge & bridge) {
     const int64_t ns = last_.family != nullptr ? bridge.share_ns(last_.round) : 0;
     if (ns > 0) {
-        last_.family->gpu_ns.add(last_.n_streamed, static_cast<double>(ns));
+        if (last_.expected_ns > 0) {
+            last_.family->batch_gpu.add(static_cast<double>(ns), last_.expected_ns);
+        } else {
+            last_.family->gpu_ns.add(last_.n_streamed, static_cast<double>(ns));
+        }
         counters_.gpu_ns += ns;
     }
     last_ = {};
@@ -276,12 +308,15 @@ void ExpertLane::note_prediction(int layer, const int32_t * routed, int n_used) 
     ahead_ = {};
 }
 
-ggml_status ExpertLane::run(const Step & step, ActivationBridge & bridge, uint32_t round) {
+ggml_status ExpertLane::run(Step & step, ActivationBridge & bridge, uint32_t round) {
+    if (step.batch) {
+        return run_batch(step, bridge, round);
+    }
     const int64_t     start  = now_ns();
     Layer &           layer  = *layers_[static_cast<size_t>(step.layer)];
     ExpertFamily &    family = *layer.family;
     int32_t *         ids    = static_cast<int32_t *>(family.cpu_ids->data);
-    int32_t *         slots  = ids + family.n_used();
+    int32_t *         slots  = static_cast<int32_t *>(family.slot_ids->data);
     const ExpertShare share  = this->share(step);
     turn_++;
     note_share(bridge);
@@ -298,7 +333,7 @@ ggml_status ExpertLane::run(const Step & step, ActivationBridge & bridge, uint32
     if (!bridge.decide_experts(share, copies_, round)) {
         return GGML_STATUS_FAILED;
     }
-    last_ = {&family, round, n_streamed};
+    last_ = {&family, round, n_streamed, 0.0};
     if (decided_at_ > 0) {
         glue_ns_ += glue_part * (static_cast<double>(decided - decided_at_) - both_ns_ - glue_ns_);
     }

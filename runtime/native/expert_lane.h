@@ -1,9 +1,11 @@
-// Decodes expert blocks expert by expert: experts cached in VRAM and experts streamed for this use on the GPU, the
-// others on the CPU at the same time.
+// Computes expert blocks of a token, or of a few, expert by expert: experts cached in VRAM and experts streamed for this use
+// on the GPU, the others on the CPU at the same time.
 #pragma once
 
 #include "bridge.h"
+#include "expert_batch.h"
 #include "expert_block.h"
+#include "expert_division.h"
 #include "expert_family.h"
 #include "expert_predictor.h"
 #include "fast_products.h"
@@ -36,8 +38,10 @@ class ExpertLane {
     struct Step {
         int                   layer = -1; // index of the layer's graphs
         int                   next  = -1; // of the block after it, if that can be predicted
+        bool                  is_late = false;
         std::vector<Crossing> inputs;
         ExpertJoin            join;
+        std::unique_ptr<ExpertBatch> batch; // null: one token
     };
 
     ExpertLane(ggml_backend_t experts, ggml_backend_t cpu) : experts_(experts), cpu_(cpu) {}
@@ -47,14 +51,15 @@ class ExpertLane {
     // Make room for these blocks' experts. Steps made before are void if generation() changed. False: out of memory.
     bool prepare(const std::vector<ExpertBlock> & blocks, const Settings & settings);
 
-    // Build, or find, what runs the block. `bridge` decides how its input reaches the experts. `next` is the program's next
-    // block, or null.
-    bool compile(const ExpertBlock & block, const ExpertBlock * next, const ActivationBridge & bridge, Step & step);
+    // Build, or find, what runs the block of the program of `graph`. `bridge` decides how its input reaches the experts.
+    // `next` is the program's next block, or null. If one block of a program is late, all must be: shares run in order.
+    bool compile(const ExpertBlock & block, const ExpertBlock * next, bool is_late, const ggml_cgraph & graph, const ActivationBridge & bridge,
+                 Step & step);
 
     // Have the GPU's graphs captured while nothing waits for the host: capturing may wait for the GPU to be idle.
     void warm_up(const ActivationBridge & bridge);
 
-    // Around every program with steps. The time decides whether later ones predict.
+    // Around every program with steps for one token. The time decides whether later ones predict.
     void begin_token(const ActivationBridge & bridge, const Settings & settings);
     void end_token(int64_t ns);
 
@@ -63,7 +68,7 @@ class ExpertLane {
 
     // After the inputs were published: choose a place for every routed expert, start the GPU's, compute the CPU's.
     // Writes step.join.columns; the caller then marks the round as computed.
-    ggml_status run(const Step & step, ActivationBridge & bridge, uint32_t round);
+    ggml_status run(Step & step, ActivationBridge & bridge, uint32_t round);
 
     // After the round was marked as computed: copy experts of the next block ahead, if run() did not.
     void look_ahead(const Step & step, ActivationBridge & bridge, uint32_t round);
@@ -83,12 +88,14 @@ class ExpertLane {
         int                        predicted = -1;
         std::vector<ggml_cgraph *> cpu_graphs;          // [n - 1] computes n columns
         std::vector<FastProducts>  products;            // of cpu_graphs
+        ggml_cgraph *              column_graph = nullptr; // of several tokens, on the CPU
     };
 
     struct Measured { // the GPU's share whose time is not known yet
         ExpertFamily * family = nullptr;
         uint32_t       round  = 0;
         int            n_streamed = 0;
+        double         expected_ns = 0; // of several tokens; 0: it was one
     };
 
     // What lies in VRAM, or will, before its block is run.
@@ -108,6 +115,10 @@ class ExpertLane {
     void   copy_expert(const Layer & layer, int expert, int slot);
     int    n_to_stream(const ExpertFamily & family, int n_missing, bool has_prediction, double now) const;
     int    decide(Layer & layer, bool has_prediction, int32_t * slots, int32_t * ids, int & n_cpu);
+    bool   is_worth_caching(const ExpertFamily & family, int n_missing);
+    ggml_status run_batch(Step & step, ActivationBridge & bridge, uint32_t round);
+    int         divide(Layer & layer, const ExpertBlock & block, DivisionTimes & times);
+    ggml_status compute_columns(const Layer & layer, int n_columns);
     void   copy_ahead(const Step & step, ActivationBridge & bridge, uint32_t round);
     double link_ns(const ExpertFamily & family) const; // of one expert
 
@@ -123,7 +134,9 @@ class ExpertLane {
     PredictionTrial                               trial_;
     bool                                          is_predicting_ = false;
     int64_t                                       prediction_mode_ = 0; // as in the settings
-    double                                        expert_link_ns_ = 0; // as expected
+    double                                        expert_link_ns_ = 0, expert_cpu_ns_ = 0, expert_latency_ns_ = 0; // as expected
+    ExpertDivision                                division_;   // of the round, where it has several tokens
+    uint32_t                                      random_ = 0;
     Ahead                                         ahead_;
     int64_t                                       turn_         = 0;   // blocks run
     double                                        hit_fraction_ = 0.5; // of experts copied ahead

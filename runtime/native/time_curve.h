@@ -1,4 +1,4 @@
-// How long n things take: a prior, corrected by what is measured.
+// How long things take: a prior, corrected by what is measured.
 #pragma once
 
 #include <algorithm>
@@ -6,6 +6,23 @@
 #include <utility>
 #include <vector>
 
+// Of times to those expected.
+class RunningRatio {
+  public:
+    double value() const { return value_; }
+
+    void add(double ns, double expected_ns) {
+        value_ += part * (std::min(ns / expected_ns, max_growth * value_) - value_);
+    }
+
+  private:
+    static constexpr double part       = 0.2;
+    static constexpr double max_growth = 2.0; // a round in which a thread was interrupted says little
+
+    double value_ = 1.0;
+};
+
+// Of n things.
 class TimeCurve {
   public:
     TimeCurve() = default;

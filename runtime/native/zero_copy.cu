@@ -180,7 +180,7 @@ __global__ void join_kernel(char * result, size_t bytes, const char * gpu_column
     const char *   from = source >= 0 ? gpu_columns + source * bytes : cpu_columns + ~source * bytes;
     const float4 * wide = reinterpret_cast<const float4 *>(from);
     float4 *       to   = reinterpret_cast<float4 *>(result + blockIdx.x * bytes);
-    for (size_t i = threadIdx.x; i < bytes / sizeof(float4); i += blockDim.x) {
+    for (size_t i = threadIdx.x; wide != to && i < bytes / sizeof(float4); i += blockDim.x) {
         to[i] = wide[i];
     }
 }
@@ -263,13 +263,13 @@ class ZeroCopyBridge final : public ActivationBridge {
                 return false;
             }
         }
-        return launches_block_ || enqueue_experts(share, round);
+        return is_late(share) || enqueue_experts(share, round);
     }
 
     bool decide_experts(const ExpertShare & share, const std::vector<HostCopy> & copies, uint32_t round) override {
         write(pinned_->copies, copies, round);
         set(pinned_->decided, round);
-        return !launches_block_ || enqueue_experts(share, round);
+        return !is_late(share) || enqueue_experts(share, round);
     }
 
     int64_t share_ns(uint32_t round) override {
@@ -288,7 +288,7 @@ class ZeroCopyBridge final : public ActivationBridge {
     }
 
     bool join_experts(const ExpertJoin & join, uint32_t round) override {
-        join_kernel<<<static_cast<unsigned>(join.result->ne[1]), threads_per_block, 0, stream_>>>(
+        join_kernel<<<static_cast<unsigned>(ggml_nrows(join.result)), threads_per_block, 0, stream_>>>(
             static_cast<char *>(join.result->data), join.result->nb[1], static_cast<const char *>(join.gpu_columns->data),
             static_cast<const char *>(join.cpu_columns), join.columns, &pinned_->computed.value, &device_->experts_done.value, round);
         return cudaPeekAtLastError() == cudaSuccess;
@@ -296,6 +296,8 @@ class ZeroCopyBridge final : public ActivationBridge {
 
   private:
     static constexpr int64_t failure_check_ns = 500000000;
+
+    bool is_late(const ExpertShare & share) const { return launches_block_ || share.is_late; }
 
     struct alignas(256) Flag { // in a cache line of its own; rounds count up
         volatile unsigned value = 0;

@@ -1,5 +1,7 @@
-// The policy of the expert cache: counts fade, the least used one goes, and what is in use stays. And what is learnt of times.
+// The policy of the expert cache: counts fade, the least used one goes, and what is in use stays. What is learnt of times. And
+// how the experts of several tokens are divided.
 #include "expert_cache.h"
+#include "expert_division.h"
 #include "prediction_trial.h"
 #include "time_curve.h"
 
@@ -157,7 +159,65 @@ static void test_prediction_stays_where_it_pays() {
     check(predicted(trial, 1200, 1000, 995) == 0, "hardly better is not enough");
 }
 
+static void test_what_must_be_admitted_is() {
+    ExpertCache cache = make_cache(2);
+    const int   often[] = {0, 1};
+    for (int i = 0; i < 5; i++) {
+        route(cache, often, 2);
+    }
+    cache.begin_round();
+    cache.use(0);
+    check(cache.admit(2) == -1 && cache.admit(2, true) == cache.slot_of(2), "although others are worth more");
+    check(cache.slot_of(0) >= 0 && cache.slot_of(1) == -1, "but not in place of what this round uses");
+    check(cache.admit(3, true) == -1, "which is everything now");
+    check(route(cache, often, 2) == 1 && route(cache, often, 2) == 2, "what was worth more comes back");
+}
+
+static void test_the_ratio_of_times_is_learnt() {
+    RunningRatio ratio;
+    for (int i = 0; i < 100; i++) {
+        ratio.add(30, 10);
+    }
+    check(ratio.value() > 2.9 && ratio.value() < 3.1, "to the expected one");
+    ratio.add(1e9, 10);
+    check(ratio.value() < 4, "an interruption says little");
+}
+
+static void test_columns_of_several_tokens() {
+    const int32_t  ids[] = {4, 1, -7, 1, 3, -7, 3, 1}; // of three tokens, with something in between
+    ExpertDivision division;
+    division.collect(ids, 3, 2, 3, 5);
+    check(division.uses.size() == 3, "every expert once");
+    for (ExpertDivision::Use & use : division.uses) {
+        check(use.n_columns == (use.expert == 4 ? 1 : use.expert == 1 ? 3 : 2) && use.slot == -1, "with all its columns");
+        use.slot = use.expert == 1 ? 0 : -1;
+    }
+    int32_t sources[6], slots[6], on_cpu[6];
+    check(division.place(3, sources, slots, on_cpu) == 3, "the others are the CPU's");
+    const int32_t expected_sources[] = {~0, 1, 2, ~1, ~2, 5}, expected_slots[] = {1, 0, 0, 1, 1, 0}, expected_experts[] = {4, 3, 3};
+    for (int c = 0; c < 6; c++) {
+        check(sources[c] == expected_sources[c], "who makes a column");
+        check(slots[c] == expected_slots[c], "no token uses a slot twice");
+    }
+    for (int i = 0; i < 3; i++) {
+        check(on_cpu[i] == expected_experts[i] && division.token_of(i) == i, "whose input it has");
+    }
+}
+
+static void test_link_and_cpu_end_together() {
+    ExpertDivision::Use                many = {0, 7, -1}, two = {1, 2, -1}, one = {2, 1, -1};
+    std::vector<ExpertDivision::Use *> missing = {&many, &two, &one};
+    const DivisionTimes                times   = {6, 1, 5}; // 6 + 6, 6 + 1 and 6 on the CPU
+    check(times.n_to_stream(missing, 9) == 2, "25 against 1; 13 against 6; 6 against 11; 0 against 16");
+    check(times.n_to_stream(missing, 1) == 1, "no more than there is room for");
+    check(DivisionTimes({6, 100, 5}).n_to_stream(missing, 9) == 0 && times.n_to_stream({}, 9) == 0, "nothing");
+}
+
 int main() {
+    test_what_must_be_admitted_is();
+    test_the_ratio_of_times_is_learnt();
+    test_columns_of_several_tokens();
+    test_link_and_cpu_end_together();
     test_prediction_stays_where_it_pays();
     test_times_are_learnt();
     test_slots_fill_before_anything_is_replaced();

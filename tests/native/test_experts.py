@@ -1,4 +1,4 @@
-"""Experts decoded one by one give plain llama.cpp's logits, bit for bit on the simulated device, wherever they are."""
+"""Experts computed one by one give plain llama.cpp's logits, bit for bit on the simulated device, wherever they are."""
 
 from __future__ import annotations
 
@@ -170,6 +170,43 @@ def test_experts_copied_ahead(
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_several_tokens_at_once(
+    library: Library,
+    models: dict[str, Path],
+    weights: dict[str, tuple[WeightUse, ...]],
+    expected: dict[str, NDArray[np.float32]],
+    name: str,
+) -> None:
+    _, one = expert_bytes(weights[name])
+    n_used = N_USED.get(name, 4)
+    n_columns = n_used * sum(n for n in BATCHES if n > 1)
+    streamed = []
+    for k in range(n_used + 1):
+        policy = forced(n_used, k, cache_bytes=k * 8 * one)
+        plan = plan_for(
+            models[name], experts_on_the_cpu(weights[name]), n_ubatch=64, experts=policy, prefill_min_tokens=65
+        )
+        with PlanEngine(library, models[name], plan) as engine:
+            engine.evaluate(PROMPT)
+            rows = [engine.logits()]
+            for token in DECODED:
+                engine.evaluate([token])
+                rows.append(engine.logits())
+            engine.statistics(reset=True)
+            for n_tokens in BATCHES:
+                engine.evaluate(PROMPT[:n_tokens])
+                rows.append(engine.logits())
+            counters = engine.statistics()
+        np.testing.assert_array_equal(np.stack(rows), expected[name], err_msg=f"k = {k}")
+        assert counters.n_streamed == 0  # whole tensors
+        if k == 0:
+            assert counters.n_experts_cpu > n_columns
+            assert counters.streamed_bytes == 0
+        streamed.append(counters.streamed_bytes)
+    assert streamed[0] < streamed[1] < streamed[-1]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_any_classes_of_the_other_weights(
     library: Library,
     models: dict[str, Path],
@@ -214,7 +251,7 @@ def test_the_counts_in_words() -> None:
 
 def test_the_policy_of_the_cache(tmp_path: Path) -> None:
     program = tmp_path / "expert_cache_test"
-    names = ("expert_cache.cpp", "prediction_trial.cpp")
+    names = ("expert_cache.cpp", "expert_division.cpp", "prediction_trial.cpp")
     sources = [Path(__file__).with_name("expert_cache_test.cpp"), *(build.SOURCE_FOLDER / name for name in names)]
     sanitizers = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     compiler = build.find_compilers(build.find_llama()).cxx

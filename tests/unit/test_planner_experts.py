@@ -11,7 +11,7 @@ from planner.experts import ExpertBlock, ExpertRates, Experts, expected_step, fi
 from planner.measurements import ExpertTiming, LayerRouting, Profile, Routing, Series, WeightUse
 from planner.plan import Plan, WeightClass
 from planner.problem import Costs, ExpertStep, Graph, build_graph, costs, find_units
-from planner.replay import simulate_plan
+from planner.replay import prompt_seconds, simulate_plan
 from planner.solve import solve
 from planner.timeline import simulate
 from planner.units import GIB, KIB, MIB
@@ -100,6 +100,48 @@ def test_a_cache_that_is_never_filled_holds_nothing() -> None:
     assert slow_link.steps(ALL_CPU, 800)[0, 1].n_resident == 0.0
 
 
+def test_an_expert_now_and_then_fills_the_cache() -> None:
+    slow_link = Experts((block(0, 0),), (replace(RATES, link=15.0),), (None,))  # 15.5 s for one, 8 s for all on the CPU
+    assert slow_link.rates[0].n_to_stream(4) == 0
+    assert slow_link.steps(ALL_CPU, 400)[0, 1].n_resident == 2.0
+
+
+def batch_costs(n_tokens: int) -> Costs:
+    nothing = (0.0,) * 40
+    cpu, gpu = [0.0] * 40, [0.0] * 40
+    cpu[0] = cpu[1] = 6.0  # of all experts that the tokens use
+    gpu[0] = gpu[1] = 0.25
+    return Costs(n_tokens, 1, tuple(cpu), tuple(gpu), *(nothing,) * 4, 0.0, 0.0, 0.0, 1.5, 1.0)
+
+
+def test_experts_of_several_tokens_by_hand() -> None:
+    one = experts("a")
+    assert one.blocks[0].max_tokens == 128
+    assert one.blocks[0].n_touched(1) == pytest.approx(4)
+    assert one.blocks[0].n_touched(2) == pytest.approx(6)
+    # 6 of 8 experts. The CPU takes 2 s for each, 3 s during copies; the GPU 0.3 + 0.5 s and 1 s for each:
+    # none streamed 12; four max(4.8, 6); five max(5.8, 3).
+    step = one.batch_steps(ALL_CPU, 0, batch_costs(2))[0, 1]
+    assert step.seconds == pytest.approx(5.8)
+    assert (step.n_resident, step.n_streamed, step.n_cpu) == (0.0, 5.0, pytest.approx(1.0))
+    assert (step.link_seconds, step.gpu_seconds, step.link_bytes) == (5.0, 0.5, 500.0)
+    # A cache of four holds half of them; of the other 3: two max(2.8, 3), three 3.8.
+    cached = one.batch_steps(ALL_CPU, 400, batch_costs(2))[0, 1]
+    assert (cached.n_resident, cached.n_streamed, cached.seconds) == (pytest.approx(3.0), 2.0, pytest.approx(3.0))
+    assert one.batch_steps(ALL_CPU, 0, batch_costs(129)) == {}
+
+
+def test_room_limits_what_is_streamed_for_several_tokens() -> None:
+    wide = ExpertBlock((0, 1), 0, 100, 4, (60, 40), ("a",), 7)
+    rates = replace(RATES, link=1e-6, cpu_slowdown=1.0)
+    without, cached = (
+        Experts((wide,), (rates,), (None,)).batch_steps(ALL_CPU, n_bytes, batch_costs(64))[0, 1]
+        for n_bytes in (0, 1000)
+    )
+    assert without.n_streamed == 6  # slots for one use
+    assert cached.n_streamed == pytest.approx(6 + 10 - cached.n_resident, abs=1)
+
+
 def test_policy_tells_the_engine_the_mean_of_all_blocks() -> None:
     other = replace(RATES, link=3.0, latency=1.5)
     policy = Experts((block(0, 0), block(10, 1)), (RATES, other), (None, None)).policy(ALL_CPU, 77)
@@ -139,7 +181,8 @@ def test_blocks_of_a_mixture_of_experts() -> None:
     assert (first.n_experts, first.n_used) == (16, 4)
     assert blocks[1].family == blocks[3].family != blocks[2].family
     assert units[first.unit].uses == first.uses
-    assert first.scratch_bytes < 128 * KIB
+    assert first.max_tokens == 128
+    assert 129 * 512 * 4 < first.scratch_bytes < 129 * 512 * 4 + 128 * KIB
 
 
 def test_unusual_blocks_are_left_whole() -> None:
@@ -341,6 +384,19 @@ def test_everything_fits(qwen: Profile) -> None:
     plan = plan_for(qwen, 23 * GIB)
     assert plan.experts is None
     assert all(p.decode == "gpu" for p in plan.placements if "exps" in p.name)
+
+
+@pytest.mark.parametrize("n_threads", [4, 16])
+def test_short_prompts_copy_only_experts_that_are_used(qwen: Profile, n_threads: int) -> None:
+    def prompt(profile: Profile, n_tokens: int) -> Plan:
+        return solve(profile, 6 * GIB, Workload(n_prompt_tokens=n_tokens, n_threads=n_threads))
+
+    whole = replace(qwen, experts=())
+    for n_tokens in (4, 12):
+        split = prompt(qwen, n_tokens)
+        assert split.prefill_min_tokens > n_tokens
+        assert split.prediction.prefill_seconds < 0.85 * prompt(whole, n_tokens).prediction.prefill_seconds
+        assert prompt_seconds(qwen, split) == pytest.approx(split.prediction.prefill_seconds)
 
 
 def test_few_tokens_read_many_experts(qwen: Profile) -> None:
