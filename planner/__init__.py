@@ -7,7 +7,7 @@ from .records import read_record, write_record
 from .solve import solve
 from .workload import Workload
 
-__version__ = "0.1.0"  # of atsplan as a whole; here because every layer may import it
+__version__ = "0.2.0"  # of atsplan as a whole; here because every layer may import it
 
 __all__ = [
     "Hardware", "Placement", "Plan", "Profile", "Software", "Workload",

@@ -164,6 +164,7 @@ def profile_of(plan: Plan, *in_folders: Path) -> Profile | None:
             and profile.n_ubatch == plan.workload.n_ubatch
             and plan.workload.n_threads in profile.thread_counts
             and profile.is_simulated == plan.is_simulated
+            and plan.profiled_at in ("", profile.state.taken_at)
         ):
             return profile
     return None

@@ -114,4 +114,5 @@ class Plan:
     is_simulated: bool
     experts: ExpertPolicy | None = None  # None: a layer's experts are computed together
     notes: tuple[str, ...] = ()
+    profiled_at: str = ""  # when its profile was measured, as MachineState.taken_at; "": unknown
     schema_version: int = PLAN_SCHEMA_VERSION

@@ -133,6 +133,7 @@ def solve(
         is_simulated=profile.is_simulated,
         experts=problem.experts.policy(decode, candidate.cache_bytes or 0) if problem.experts else None,
         notes=tuple(notes),
+        profiled_at=profile.state.taken_at,
     )
 
 

@@ -95,8 +95,10 @@ def run_task(task: Task) -> Measured:
         runner = _Runner(engine, sampler, task)
         settles = isinstance(engine, PlanEngine) and engine.load.is_adaptive
         runner.decode_seconds(0, N_SETTLING_TOKENS if settles else N_WARMUP_TOKENS)
-        for depth in task.depths:
-            runner.prefill_seconds(depth)
+        for _ in range(2):  # a prompt's CUDA graphs are captured the second time
+            for depth in task.depths:
+                runner.prefill_seconds(depth)
+                runner.decode_seconds(depth + task.n_prompt, min(N_WARMUP_TOKENS, task.n_generate))
         rounds = [[runner.measure(depth) for depth in task.depths] for _ in range(task.n_repeat)]
         peak_vram_bytes = vram.used_bytes(engine.accounted_vram_bytes(Helper(library.ats)))
         with BusyMeter(engine.pci_bus_id(task.device)) as busy:
