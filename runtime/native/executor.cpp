@@ -146,7 +146,8 @@ bool Executor::compile_cpu_steps(CompiledProgram & compiled) {
     // Prompts' classes may leave other blocks than those that decoding has memory for.
     const bool has_experts = ExpertLane::is_wanted(*settings_) && (!compiled.program.is_prefill || compiled.program.n_tokens == 1);
     for (size_t i = 0; i < steps.size(); i++) {
-        if (has_experts && match_expert_block(steps[i], is_pinned_weight, blocks[i])) {
+        if (has_experts && match_expert_block(steps[i], is_pinned_weight, blocks[i]) &&
+            (blocks[i].n_tokens() == 1 || ExpertBatch::can_run(blocks[i], compiled.template_graph))) {
             expert_blocks.push_back(blocks[i]);
             continue;
         }

@@ -2,6 +2,19 @@
 
 #include <algorithm>
 
+bool ExpertBatch::can_run(const ExpertBlock & block, const ggml_cgraph & graph) {
+    ggml_tensor ** end  = graph.nodes + graph.n_nodes;
+    size_t         next = 0; // of the block's nodes
+    for (ggml_tensor ** node = std::find(graph.nodes, end, block.nodes.front()); node != end && next < block.nodes.size(); node++) {
+        if (*node == block.nodes[next]) {
+            next++;
+        } else if (!needs_no_work(*node)) {
+            return false;
+        }
+    }
+    return next == block.nodes.size();
+}
+
 bool ExpertBatch::create(const ExpertBlock & block, const ExpertFamily & family, const ggml_cgraph & graph) {
     block_ = block;
     context_.reset(ggml_init({2 * ggml_tensor_overhead(), nullptr, true}));

@@ -11,6 +11,10 @@
 
 class ExpertBatch {
   public:
+    // The nodes are computed beside whatever the GPU was given before the step. What lies between them in the graph may share
+    // memory with them one after the other: there must be nothing.
+    static bool can_run(const ExpertBlock & block, const ggml_cgraph & graph);
+
     // `graph` is the one with the block. False: out of memory.
     bool create(const ExpertBlock & block, const ExpertFamily & family, const ggml_cgraph & graph);
 
