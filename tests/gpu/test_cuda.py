@@ -2,7 +2,8 @@
 
 Noise: the CPU's kernels round activations to 8 bits in blocks of 256, CUDA's in blocks of 32, and sums run in another
 order. What a plan gets wrong (a stale copy, a missing wait, a wrong column) is far above it. Where two experts are
-nearly equally wanted, noise decides between them: a few rows may then differ, also if llama.cpp itself computes on the CPU.
+nearly equally wanted, noise decides between them: a few rows may then differ, also if llama.cpp itself computes on the
+CPU.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MAX_FLIPPED = 0.2  # of the rows: there, noise chose another expert
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 250, size=80)]
 # CUDA graphs replay from the third token on.
 DECODED = [int(token) for token in np.random.default_rng(1).integers(0, 250, size=24)]
+BATCHES = (2, 3, 7, 7, 7, 7, 7, 1, 1)  # of several tokens; launches are early from the fourth of a size on
 ANY_EXPERTS = ExpertPolicy(cache_bytes=1 << 20, cpu_seconds=2e-5, link_seconds=2e-5, link_latency_seconds=0.0)
 
 
@@ -45,7 +47,9 @@ def logits(
         engine = Engine(library, model, LoadSettings(256, 32, 2, devices=devices))
     else:
         weights = inspect_model(model, device, [256], [32]).weights_decode
-        plan = plan_for(model, random_placements(weights, seed), ring_bytes=4 << 20, experts=experts)
+        min_tokens = 33 if seed == 2 else 8  # the prompt as decoded tokens are, or not
+        placements = random_placements(weights, seed)
+        plan = plan_for(model, placements, ring_bytes=4 << 20, experts=experts, prefill_min_tokens=min_tokens)
         engine = PlanEngine(library, model, replace(plan, device=device))
         engine.helper.set_option("expert_prediction", prediction)
     rows = []
@@ -54,6 +58,9 @@ def logits(
         rows.append(engine.logits())
         for token in DECODED:
             engine.evaluate([token])
+            rows.append(engine.logits())
+        for n_tokens in BATCHES:
+            engine.evaluate(PROMPT[:n_tokens])
             rows.append(engine.logits())
     return np.stack(rows)
 
