@@ -169,6 +169,22 @@ def test_experts_copied_ahead(
         assert counters.n_experts_predicted == 0
 
 
+def test_an_expert_now_and_then_fills_the_cache(
+    library: Library,
+    models: dict[str, Path],
+    weights: dict[str, tuple[WeightUse, ...]],
+    expected: dict[str, NDArray[np.float32]],
+) -> None:
+    total, _ = expert_bytes(weights["qwen3moe"])
+    # Far less than anything takes: so that both sides are found to take longer at the same pace.
+    policy = ExpertPolicy(total, cpu_seconds=1e-7, link_seconds=7.6e-7, link_latency_seconds=0.0)
+    plan = plan_for(models["qwen3moe"], experts_on_the_cpu(weights["qwen3moe"]), n_ubatch=64, experts=policy)
+    rows, counters = logits_of(PlanEngine(library, models["qwen3moe"], plan), prediction=0)
+    np.testing.assert_array_equal(rows, expected["qwen3moe"])
+    assert counters is not None
+    assert 0 < counters.n_experts_streamed < counters.n_experts_cpu / 4
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_several_tokens_at_once(
     library: Library,
