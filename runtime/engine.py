@@ -311,7 +311,11 @@ class PlanEngine(Engine):
 
     def _decode(self, tokens: Sequence[int], *, wants_logits: bool) -> None:
         self.load.before(len(tokens))
-        super()._decode(tokens, wants_logits=wants_logits)
+        try:
+            super()._decode(tokens, wants_logits=wants_logits)
+        except BaseException:
+            self.load.abandon()
+            raise
 
     def statistics(self, *, reset: bool = False) -> Statistics:
         return self.helper.statistics(reset=reset)

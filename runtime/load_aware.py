@@ -18,6 +18,11 @@ from .host_load import HostLoad, ThreadCount
 
 LOW_VRAM_BYTES = 256 * MIB  # free on the card: below, the ring shrinks to its smallest size
 NO_VRAM_BYTES = 24 * MIB  # below, the driver may fail to load a kernel or to capture a graph
+# Plans may fill the card. Where they leave less than that, the limits are these fractions of what they leave.
+_LOW_FRACTION, _NO_FRACTION = 0.5, 0.25
+_GROWTH_RESERVE = 1.5  # of what is low: to be left by a ring that grows again, so that it need not shrink at once
+_N_WARMUP = 8  # tokens after which the engine itself takes no more VRAM
+_MAX_CHANGES = 10_000  # kept where no trace is: a server may run for months
 _CHECK_SECONDS = 1.0
 _PAUSE_SECONDS = 1.0  # between two evaluations
 _Clock = Callable[[], float]
@@ -47,10 +52,12 @@ class LoadAware:
         self._ring_bytes = plan.vram.ring_bytes
         self._started = self._checked = self._ended = clock()
         self._pending: tuple[float, int] | None = None  # when an evaluation began, and of how many tokens
+        self._n_warmup = _N_WARMUP  # tokens to go
+        self._usually_free_bytes: int | None = None  # on the card, since the engine is complete; None: unknown yet
         self._counters = helper.statistics()
         self._tokens: list[TokenSample] = []
         self._prompts: list[PromptSample] = []
-        self.changes: list[Change] = []  # few: they are far apart
+        self.changes: list[Change] = []
         if adapts or keeps_trace:
             helper.set_option("statistics", 1)
 
@@ -66,7 +73,7 @@ class LoadAware:
         now = self._clock()
         if n_tokens > 1 or now - self._ended > _PAUSE_SECONDS:
             self._controller.interrupt()
-        if self._adapts and now - self._checked >= _CHECK_SECONDS:
+        if self._adapts and self._n_warmup <= 0 and now - self._checked >= _CHECK_SECONDS:
             self._checked = now
             self._check_vram()
         if self._adapts:
@@ -84,6 +91,7 @@ class LoadAware:
             if self._keeps_trace:
                 self._prompts.append(PromptSample(now - self._started, now - began, n_tokens))
             return
+        self._n_warmup -= 1
         token = measured_token(now - began, self._counters, self._helper.statistics())
         if self._keeps_trace:
             self._tokens.append(_sample(now - self._started, token))
@@ -93,6 +101,11 @@ class LoadAware:
                 before = self._streamed_bytes(decision.before)
                 self._set_classes(decision.streamed)
                 self._note(decision.reason, before, decision.cpu_speed, decision.link_speed)
+
+    def abandon(self) -> None:
+        """Forget the evaluation that has begun: it failed, or was interrupted."""
+        self._pending = None
+        self._controller.interrupt()
 
     def trace(self, hardware: Hardware, card: Sequence[CardSample] = ()) -> Trace:
         """Return what was kept so far. `hardware` is where it ran."""
@@ -134,12 +147,15 @@ class LoadAware:
         free, total = self._helper.device_memory()
         if not total or not self._plan.vram.ring_bytes:
             return
-        smallest = self._smallest_ring_bytes()
-        if self._ring_bytes > smallest and free < LOW_VRAM_BYTES:
+        if self._usually_free_bytes is None:
+            self._usually_free_bytes = free
+        low = min(LOW_VRAM_BYTES, _LOW_FRACTION * self._usually_free_bytes)
+        smallest, planned = self._smallest_ring_bytes(), self._plan.vram.ring_bytes
+        if self._ring_bytes > smallest and free < low:
             self._resize_ring(smallest, f"{format_size(free)} of VRAM free: the ring shrinks")
-        elif self._ring_bytes < self._plan.vram.ring_bytes and free > 2 * LOW_VRAM_BYTES + self._plan.vram.ring_bytes:
-            self._resize_ring(self._plan.vram.ring_bytes, "VRAM is free again: the ring grows")
-        elif free < NO_VRAM_BYTES:
+        elif self._ring_bytes < planned and free - (planned - self._ring_bytes) > _GROWTH_RESERVE * low:
+            self._resize_ring(planned, "VRAM is free again: the ring grows")
+        elif free < min(NO_VRAM_BYTES, _NO_FRACTION * self._usually_free_bytes):
             raise DeviceError(
                 f"Another program has taken the VRAM: {format_size(free)} are free.",
                 "Close it, or solve with a smaller --vram.",
@@ -159,6 +175,8 @@ class LoadAware:
         return sum(self._policy.movable[i].size_bytes for i in streamed)
 
     def _note(self, reason: str, streamed_bytes_before: int, cpu_speed: float, link_speed: float) -> None:
+        if len(self.changes) == _MAX_CHANGES and not self._keeps_trace:
+            return
         after = self._streamed_bytes(self._controller.streamed)
         self.changes.append(
             Change(

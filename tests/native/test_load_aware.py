@@ -14,6 +14,7 @@ from planner.plan import Plan, WeightCosts
 from runtime.adapt import Controller, Decision, Measured
 from runtime.bindings import Helper
 from runtime.engine import Engine, PlanEngine
+from runtime.host_load import HostLoad
 from runtime.inspect_model import inspect_model
 from runtime.library import Library, load
 from runtime.load_aware import LOW_VRAM_BYTES, LoadAware
@@ -122,3 +123,53 @@ def test_ring_follows_the_free_vram(
                 engine.evaluate([TOKENS[0]])
                 engine.logits()
         assert "smaller --vram" in refused.value.remedy
+
+
+def test_a_plan_that_fills_the_card_keeps_its_ring(
+    library: Library, smollm2: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, now = 40 << 20, 0.0
+    free = 1 << 34  # before the first tokens: the engine does not hold everything yet
+    monkeypatch.setattr(Helper, "device_memory", lambda _: (free, 1 << 35))
+    monkeypatch.setattr(Controller, "add", lambda *_: None)
+    with PlanEngine(library, smollm2, plan) as engine:
+        engine.load = LoadAware(
+            engine.helper, plan, engine._set_n_threads, adapts=True, keeps_trace=False, clock=lambda: now,
+            host_load=HostLoad(lambda: 0.0, lambda: 0.0, lambda: now),
+        )  # fmt: skip
+
+        def reasons(n_tokens: int) -> list[str]:
+            nonlocal now
+            for token in TOKENS[:n_tokens]:
+                now += 1.1
+                engine.evaluate([token])
+                engine.logits()
+            return [change.reason for change in engine.load.changes]
+
+        assert reasons(2) == []
+        free = left
+        assert reasons(20) == []
+        free = left // 4  # taken by another program
+        assert ["shrinks" in reason for reason in reasons(3)] == [True]
+        free = left // 2 + RING_BYTES  # not enough for the ring to grow without shrinking again at once
+        assert len(reasons(3)) == 1
+        free = left + RING_BYTES
+        assert ["grows" in reason for reason in reasons(3)] == [False, True]
+
+
+def test_a_failed_token_is_not_measured(
+    library: Library, smollm2: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with PlanEngine(library, smollm2, plan, keeps_trace=True) as engine:
+        engine.evaluate([TOKENS[0]])
+        engine.logits()
+        with monkeypatch.context() as patched:
+            patched.setattr(Engine, "_decode", fail)
+            with pytest.raises(KeyboardInterrupt):
+                engine.evaluate([TOKENS[1]])
+        engine.evaluate([TOKENS[1]])
+        engine.logits()
+        assert len(engine.load.trace(HARDWARE).tokens) == 2
