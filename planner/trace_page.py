@@ -18,6 +18,7 @@ COLOURS = {
 EVENT_COLOUR = "#0f9bb3"
 _LABEL, _WIDTH, _FIGURES, _HEIGHT = 110, 720, 150, 64  # pixels
 _N_BINS = 360
+_DIGIT = 7  # pixels, at least
 
 
 def trace_page(trace: Trace) -> str:
@@ -52,13 +53,16 @@ def _chart(trace: Trace) -> str:
     strips, end_seconds = rows(trace), end_of(trace)
     height = _HEIGHT * len(strips) + 20
     shapes = [shape for index, row in enumerate(strips) for shape in _strip(row, index, end_seconds)]
+    free_from = 0.0  # the number of a change that is close to others would cover theirs: it is left to the tip
     for number, change in enumerate(trace.changes, start=1):
         x = _LABEL + _WIDTH * change.at_seconds / end_seconds if end_seconds else _LABEL
+        label = f'<text x="{x + 3:.1f}" y="10">{number}</text>' if x >= free_from else ""
+        if label:
+            free_from = x + 3 + _DIGIT * len(str(number))
         tip = f"{number}: at {change.at_seconds:.1f} s: {change.reason}"
         shapes.append(
             f'<g><title>{escape(tip)}</title><line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - 16}" '
-            f'stroke="{EVENT_COLOUR}" stroke-width="1.5" stroke-dasharray="4 3"/>'
-            f'<text x="{x + 3:.1f}" y="10">{number}</text></g>'
+            f'stroke="{EVENT_COLOUR}" stroke-width="1.5" stroke-dasharray="4 3"/>{label}</g>'
         )
     shapes.append(f'<text x="{_LABEL}" y="{height - 4}">0 s</text>')
     shapes.append(f'<text x="{_LABEL + _WIDTH}" y="{height - 4}" text-anchor="end">{end_seconds:.1f} s</text>')

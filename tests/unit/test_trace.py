@@ -115,6 +115,14 @@ def test_a_page_is_complete_and_needs_nothing_else(trace: Trace) -> None:
     assert not re.search(r"https?:|url\(|@import|\bon\w+=", text)
 
 
+def test_numbers_of_changes_do_not_cover_each_other(trace: Trace) -> None:
+    change = trace.changes[0]
+    changes = tuple(replace(change, at_seconds=at) for at in (1.0, 1.01, 1.02, 3.0, 3.01, 5.0))
+    text = trace_page(replace(trace, changes=changes))
+    assert re.findall(r'y="10">(\d+)</text>', text) == ["1", "4", "6"]
+    assert text.count('stroke-dasharray="4 3"') == len(changes)  # each still has its line
+
+
 def test_hostile_texts_are_only_text(trace: Trace) -> None:
     plan = replace(trace.plan, model=replace(trace.plan.model, name=f"Model{HOSTILE}", file_name=HOSTILE))
     bad = replace(slowed_trace(plan, reason=f"[red]{HOSTILE}[/red]"), plan=plan)
