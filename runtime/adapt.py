@@ -100,6 +100,8 @@ class Policy:
         self._rungs_cpu = self._cpu.sum() - np.concatenate([[0.0], np.cumsum(self._cpu[self._order])])
         self._rungs_link = np.concatenate([[0.0], np.cumsum(self._link[self._order])])
         self.planned: tuple[int, ...] = tuple(streamed)
+        # What cannot move: experts that are decoded one by one.
+        self._planned_cpu_base = max(0.0, plan.prediction.decode_cpu_busy_seconds - self.lanes(streamed)[0])
         self._planned_wait = plan.prediction.decode_gpu_busy_seconds
 
     def lanes(self, streamed: Sequence[int]) -> tuple[float, float]:
@@ -114,13 +116,16 @@ class Policy:
         cpu_planned, link_planned = self.lanes(now.streamed)
         measured = now.measured
         base, factor = (before.cpu_base_seconds, before.cpu_factor) if before else (0.0, 1.0)
-        if cpu_planned > 0 and measured.cpu_seconds > 0:
-            base, factor = 0.0, measured.cpu_seconds / cpu_planned
+        if cpu_planned + self._planned_cpu_base > 0 and measured.cpu_seconds > 0:
+            factor = measured.cpu_seconds / (cpu_planned + self._planned_cpu_base)
+            base = factor * self._planned_cpu_base
             far = max(visits, key=lambda visit: abs(self.lanes(visit.streamed)[0] - cpu_planned))
             far_planned = self.lanes(far.streamed)[0]
             if abs(far_planned - cpu_planned) > 0.1 * max(far_planned, cpu_planned):
                 slope = (far.measured.cpu_seconds - measured.cpu_seconds) / (far_planned - cpu_planned)
-                factor = min(max(slope, 0.3 * factor), factor)
+                factor = max(slope, 0.3 * factor)
+                if cpu_planned > 0:
+                    factor = min(factor, measured.cpu_seconds / cpu_planned)
                 base = measured.cpu_seconds - factor * cpu_planned
         link = before.link_factor if before else 1.0
         if link_planned > 0 and measured.link_seconds > 0:
@@ -138,8 +143,15 @@ class Policy:
     def token_seconds(self, model: Model, streamed: Sequence[int]) -> float:
         """Return what a token is expected to take."""
         cpu, link = self.lanes(streamed)
-        host = model.rest_seconds + (model.cpu_base_seconds if cpu > 0 else 0.0) + cpu * model.cpu_factor
+        has_cpu_steps = cpu > 0 or self._planned_cpu_base > 0
+        host = model.rest_seconds + (model.cpu_base_seconds if has_cpu_steps else 0.0) + cpu * model.cpu_factor
         return max(host, link * model.link_factor)
+
+    def cpu_speed(self, model: Model, streamed: Sequence[int]) -> float:
+        """Return the CPU's speed relative to the plan; 1 where it does nothing."""
+        cpu, _ = self.lanes(streamed)
+        planned, taken = cpu + self._planned_cpu_base, model.cpu_base_seconds + cpu * model.cpu_factor
+        return planned / taken if planned > 0 and taken > 0 else 1.0
 
     def best(self, model: Model) -> tuple[int, ...]:
         """Return the weights to stream, in ascending order."""
@@ -267,9 +279,7 @@ class Controller:
         self._n_since_change = 0
         self.interrupt()
         before, self.streamed = self.streamed, streamed
-        cpu, _ = self._policy.lanes(before)
-        taken = model.cpu_base_seconds + cpu * model.cpu_factor
-        cpu_speed = cpu / taken if cpu > 0 and taken > 0 else 1.0
+        cpu_speed = self._policy.cpu_speed(model, before)
         link_speed = 1 / model.link_factor if model.link_factor > 0 else 1.0
         text = f"{reason}: CPU at {cpu_speed:.0%}, link at {link_speed:.0%} of the plan"
         return Decision(before, streamed, text, cpu_speed, link_speed)

@@ -149,6 +149,20 @@ def test_a_change_that_does_not_pay_is_taken_back() -> None:
     assert controller.streamed == start
 
 
+def test_experts_on_the_cpu_are_not_taken_for_slow_weights() -> None:
+    experts, base = 0.2, plan(60)  # seconds
+    predicted = replace(base.prediction, decode_cpu_busy_seconds=base.prediction.decode_cpu_busy_seconds + experts)
+    controller = Controller(Policy(replace(base, prediction=predicted), no_transfers))
+    machine = Machine(link=0.2, stall=experts)
+    seconds, decisions = run(controller, machine, 100)
+    assert [decision.cpu_speed for _, decision in decisions] == [pytest.approx(1.0)]
+    assert seconds[-1] <= 1.01 * machine.best_seconds(N)
+    loaded = replace(machine, cpu=0.5, stall=2 * experts)
+    seconds, decisions = run(controller, loaded, 100)
+    assert decisions[0][1].cpu_speed == pytest.approx(0.5, rel=0.05)
+    assert seconds[-1] <= 1.03 * loaded.best_seconds(N)
+
+
 def test_larger_weights_than_the_ring_are_never_streamed() -> None:
     base = plan(10)
     small_ring = replace(base, vram=replace(base.vram, ring_bytes=999))
