@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -93,7 +93,8 @@ def gpu_handles() -> Iterator[dict[str, object]]:
     try:
         yield found
     finally:
-        pynvml.nvmlShutdown()
+        with suppress(pynvml.NVMLError):  # somebody else has
+            pynvml.nvmlShutdown()
 
 
 def _short(address: str | bytes) -> str:
