@@ -43,10 +43,6 @@ class CardWatch:
         self._thread = threading.Thread(target=self._run, name="card watch", daemon=True)
 
     @property
-    def latest(self) -> CardSample | None:
-        return self._samples[-1] if self._samples else None
-
-    @property
     def samples(self) -> tuple[CardSample, ...]:
         """All so far, in order."""
         return tuple(self._samples)

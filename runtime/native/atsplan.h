@@ -36,7 +36,8 @@ enum ats_class { ATS_GPU = 0, ATS_STREAM = 1, ATS_CPU = 2 };
 ATS_EXPORT int ats_set_classes(const char * const * names, const int32_t * decode, const int32_t * prefill, int32_t n);
 
 // Options by name: "ring_bytes" (0 = as small as possible), "prefill_min_tokens", "prefetch" (0|1), "zero_copy" (0|1),
-// "early_launch" (0|1), "fast_products" (0|1: ggml's own CPU kernels), "statistics" (0|1), "max_pinned_bytes" (0 = no limit; host weights beyond it are pageable).
+// "early_launch" (0|1), "fast_products" (0 = ggml's own CPU kernels only), "statistics" (0|1),
+// "max_pinned_bytes" (0 = no limit; host weights beyond it are pageable).
 // For expert by expert decoding: "expert_cache_bytes", what one expert costs, "expert_cpu_ns" and "expert_link_ns",
 // and beyond that a block, "expert_cpu_base_ns", "expert_link_latency_ns"; it is off while one of the first two is 0.
 // "expert_prediction": copying experts that the next layer will probably use ahead (0 = never, 1 = where it pays, 2 = always).
