@@ -10,6 +10,9 @@ INTERVAL_SECONDS = 0.25
 _STAT = "/proc/stat"
 _NOISE = 0.3  # of a core: what a quiet system uses itself
 _TOLERATED = 0.5  # of a core that is missing
+_MIN_PATIENCE, _MAX_PATIENCE = 2, 64  # samples
+_MAX_FOR_SEVERAL = 4  # samples, to take several threads at once
+_CALM = 240  # samples after which giving up threads is no longer for having taken them
 _IDLE, _IOWAIT, _STEAL = 3, 4, 7  # columns of a CPU's line
 
 
@@ -60,20 +63,35 @@ def _busy_seconds(cores: list[int]) -> float:
 
 
 class ThreadCount:
-    """How many threads to compute with: as planned, or as many as there are free cores."""
+    """How many threads to compute with: as planned, or as many as there are free cores.
+
+    Every change makes the run settle anew. So the more often threads have to be given up again, the longer cores have
+    to stay free before they are taken; for one more thread, which gains little, longest.
+    """
 
     def __init__(self, n_planned: int) -> None:
         self._n_planned = self.n = n_planned
-        self._wants_more = False
+        self._n_agreeing = 0  # samples in a row that have room for more
+        self._room = n_planned  # the least of those
+        self._patience = _MIN_PATIENCE
+        self._n_since_rise = _CALM
 
     def update(self, free_cores: float) -> bool:
-        """Take up a sample; return whether `n` has changed. Fewer at once, more when two samples agree."""
+        """Take up a sample; return whether `n` has changed. Fewer at once, more when several samples agree."""
+        self._n_since_rise += 1
         fewer = max(1, int(free_cores + _TOLERATED))
-        more = min(self._n_planned, int(free_cores + _NOISE))
-        wanted = fewer if fewer < self.n else max(more, self.n)
-        if wanted < self.n or (wanted > self.n and self._wants_more):
-            self.n = wanted
-            self._wants_more = False
+        if fewer < self.n:
+            is_calm = self._n_since_rise > _CALM
+            self._patience = _MIN_PATIENCE if is_calm else min(2 * self._patience, _MAX_PATIENCE)
+            self.n, self._n_agreeing = fewer, 0
             return True
-        self._wants_more = wanted > self.n
-        return False
+        more = min(self._n_planned, int(free_cores + _NOISE))
+        if more <= self.n:
+            self._n_agreeing = 0
+            return False
+        self._room = min(self._room, more) if self._n_agreeing else more
+        self._n_agreeing += 1
+        if self._n_agreeing < (self._patience if self._room == self.n + 1 else min(self._patience, _MAX_FOR_SEVERAL)):
+            return False
+        self.n, self._n_agreeing, self._n_since_rise = self._room, 0, 0
+        return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import time
 
 import pytest
@@ -58,3 +59,15 @@ def test_threads_follow() -> None:
     assert not threads.update(5.0)
     assert not threads.update(8.0)
     assert threads.n == 5
+
+
+def test_threads_do_not_flap() -> None:
+    """A desktop takes a fifth of a core, now and then a half: one thread is not worth settling anew every second."""
+    generator = random.Random(1)
+    threads = ThreadCount(16)
+    n_changes = sum(threads.update(16 - abs(generator.gauss(0.2, 0.2))) for _ in range(2400))
+    assert n_changes <= 20
+    assert threads.n >= 15
+    assert threads.update(7.0) and threads.n == 7  # a load comes, and goes again
+    assert sum(threads.update(16.0) for _ in range(8)) == 1
+    assert threads.n == 16
