@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from . import __version__
 from .crosscheck import check_placement
 from .decode import DecodeProblem
 from .errors import AtsplanError, InfeasibleError
@@ -180,6 +181,8 @@ def _check_inputs(profile: Profile, workload: Workload) -> list[str]:
         notes += profile.notes
     if (workload.type_k, workload.type_v) != (Workload.type_k, Workload.type_v):
         notes.append(f"Attention was timed with a KV cache of {Workload.type_k}.")
+    if profile.software.atsplan not in ("", __version__):
+        notes.append(f"Measured by atsplan {profile.software.atsplan}: profile again, this version differs in speed.")
     if workload.n_context > profile.model.n_context_train > 0:
         notes.append(f"The model was trained for contexts of {profile.model.n_context_train} tokens.")
     return notes
