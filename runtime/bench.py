@@ -212,6 +212,7 @@ def table(result: BenchResult) -> Table:
     view = Table(
         title=f"{result.plan.model.name}, {format_size(result.plan.vram.budget_bytes)}",
         title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False,
+        collapse_padding=True,
     )  # fmt: skip
     against = ("llama.cpp", "ratio") if result.plain else ()
     for heading in ("depth", "", "plan", *against, "predicted", "error"):
@@ -304,4 +305,7 @@ def _figure(series: Series, n_tokens: int) -> str:
 
 
 def _rate(seconds: float, n_tokens: int) -> str:
-    return f"{n_tokens / seconds:.1f}" if n_tokens else f"{seconds:.3f}"
+    if not n_tokens:
+        return f"{seconds:.3f}"
+    rate = n_tokens / seconds
+    return f"{rate:.0f}" if rate >= 999.95 else f"{rate:.1f}"

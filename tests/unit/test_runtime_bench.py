@@ -114,6 +114,21 @@ def test_contenders_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch, plan:
     assert "llama.cpp's best decode: decodes" in bench.remarks(result)
 
 
+def test_the_table_fits_the_terminal(plan: Plan) -> None:
+    def times(decode: float) -> Measured:
+        series = Series((0.0512, 0.0712)), Series((0.0512, 0.0712)), Series((decode, 1.4 * decode))
+        return Measured((DepthTimes(4096, *series),), 1.0, 1 << 20, None, None, 1)
+
+    plain = bench.PlainResult("best", SETTINGS, times(0.0011), times(0.0011))
+    plan = replace(plan, prediction=replace(plan.prediction, decode_seconds_per_token=0.0019))
+    result = bench.BenchResult(plan, HARDWARE, SOFTWARE, 512, 8, times(0.0013), (plain,), ())
+    console = Console(width=80, record=True)
+    console.print(bench.table(result))
+    text = console.export_text()
+    assert "…" not in text
+    assert "8366 ± 16.3%" in text
+
+
 def test_settings_that_this_cpu_cannot_execute_are_said_and_skipped(
     monkeypatch: pytest.MonkeyPatch, plan: Plan
 ) -> None:
@@ -166,7 +181,7 @@ def test_ablations_change_one_thing(monkeypatch: pytest.MonkeyPatch, plan: Plan)
         ("cuda_graphs", True, planned), (None, False, planned),
         (None, False, ["cpu", "cpu", "gpu"]), (None, False, ["stream", "stream", "gpu"]),
     ]  # fmt: skip
-    assert "without zero copy: prefill 1024.0, decode 50.0 tokens/s" in bench.remarks(result)
+    assert "without zero copy: prefill 1024, decode 50.0 tokens/s" in bench.remarks(result)
 
 
 def test_depths_beyond_the_context_are_refused(plan: Plan) -> None:
