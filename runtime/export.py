@@ -42,7 +42,9 @@ def export_plan(plan_path: Path, target: Target, model: Path | None, *, static: 
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model).resolve()
     if static:
-        return Export(_render(plan, target, model_path, {}, "CPU"), tuple(_notes(plan, target, model_path)))
+        return Export(
+            _render(plan, target, model_path, {}, "CPU"), tuple(_notes(plan, target, model_path, static=True))
+        )
     settings_path = plan_path.with_suffix(".settings").resolve()
     write_text(settings_path, settings_text(plan))
     environment = {
@@ -51,7 +53,7 @@ def export_plan(plan_path: Path, target: Target, model: Path | None, *, static: 
         "ATSPLAN_SETTINGS": str(settings_path),
     }
     text = _render(plan, target, model_path, environment, HOST_BUFFER_TYPE)
-    return Export(text, tuple(_notes(plan, target, model_path)))
+    return Export(text, tuple(_notes(plan, target, model_path, static=False)))
 
 
 def settings_text(plan: Plan) -> str:
@@ -78,15 +80,16 @@ def _render(plan: Plan, target: Target, model: Path, environment: dict[str, str]
     return " \\\n  ".join([*assignments, *_lines(arguments)]) + "\n"
 
 
-def _notes(plan: Plan, target: Target, model: Path) -> Iterator[str]:
+def _notes(plan: Plan, target: Target, model: Path, *, static: bool) -> Iterator[str]:
     if target is Target.PYTHON:
         return
     software = plan.software
     commit = f"commit {software.llama_cpp_commit}, " if software.llama_cpp_commit else ""
-    yield (
-        f"{target} must be of the same llama.cpp ({commit}that of llama-cpp-python {software.llama_cpp_python}), built "
-        "with shared libraries."
-    )
+    package = f"llama-cpp-python {software.llama_cpp_python}"
+    if static:
+        yield f"Any {target} that knows these options will do; they are those of {package}'s llama.cpp."
+    else:
+        yield f"{target} must be of the same llama.cpp ({commit}that of {package}), built with shared libraries."
     tokens = read_gguf(model).metadata.get("tokenizer.ggml.tokens")
     n_vocab = tokens.length if isinstance(tokens, LargeArray) else 0
     if target is Target.LLAMA_BENCH and n_vocab:

@@ -136,6 +136,10 @@ def test_static_command_lines(plan: Plan, plan_path: Path, smollm2: Path) -> Non
     assert words[words.index("-dev") + 1] == "CUDA0"
     assert all(item.endswith("=CPU") for item in words[words.index("-ot") + 1].split(","))
     assert not plan_path.with_suffix(".settings").exists()
+    assert "Any llama-server that knows these options" in result.stderr
+    assert "must be" not in result.stderr
+    assert "Any llama-server that knows these options" in result.stderr
+    assert "must be" not in result.stderr
 
 
 def test_llama_bench_runs_it(plan: Plan, plan_path: Path, smollm2: Path) -> None:
