@@ -153,7 +153,10 @@ def register(app: typer.Typer, here: Here | None = None, describe: Describe | No
         )
     )
     def show(
-        file: Annotated[Path | None, typer.Argument(help="What atsplan has written.", show_default=False)] = None,
+        file: Annotated[
+            Path | None,
+            typer.Argument(help="A plan, a profile, a trace, or what bench --pressure wrote.", show_default=False),
+        ] = None,
         trace_file: Annotated[Path | None, typer.Option("--trace", help="A trace; naming it as FILE does too.")] = None,
         timeline: Annotated[bool, typer.Option("--timeline", help="Draw the lanes while one token is made.")] = False,
         html: Annotated[Path | None, typer.Option(help="Write everything into this HTML file.")] = None,

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from .explain import role_of
 from .measurements import Profile, WeightUse
-from .units import MIB, format_size
+from .units import MIB, format_count, format_size
 
 _MICROSECONDS = 1e6
 _BAR_WIDTH = 20
@@ -52,15 +52,15 @@ def densities(profile: Profile, n_threads: int) -> list[Density]:
     return sorted(found, key=lambda density: -density.gain_seconds_per_mib)
 
 
-def default_thread_count(profile: Profile) -> int:
-    """Return the thread count to show: the largest one measured."""
-    return max(profile.thread_counts, default=0)
+def best_thread_count(profile: Profile) -> int:
+    """Return the measured thread count with which the CPU computes one token of the whole model fastest."""
+    return min(profile.thread_counts, key=lambda n: profile.total_seconds(profile.products, "cpu", 1, n), default=0)
 
 
 def density_table(items: Sequence[Density], n_threads: int) -> Table:
     """Return the densities with bars: what each MiB in VRAM saves."""
     table = Table(
-        title=f"Microseconds per MiB and token ({n_threads} CPU thread{'s' if n_threads != 1 else ''})",
+        title=f"Microseconds per MiB and token ({format_count(n_threads, 'CPU thread')})",
         title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False,
     )  # fmt: skip
     table.add_column("weights", no_wrap=True)
@@ -80,5 +80,8 @@ def density_table(items: Sequence[Density], n_threads: int) -> Table:
 
 
 def microseconds(seconds: float | None) -> str:
-    """Return three significant digits: `40.5`, `3.21`, `0.41`."""
-    return "-" if seconds is None else f"{seconds * _MICROSECONDS:.3g}"
+    """Return three significant digits: `40.5`, `3.21`, `0.41`; all digits before the point."""
+    if seconds is None:
+        return "-"
+    value = seconds * _MICROSECONDS
+    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"

@@ -13,7 +13,7 @@ from rich.text import Text
 from .measurements import Profile
 from .plan import Placement, Plan, WeightClass
 from .timeline import Event
-from .units import MIB, format_size
+from .units import MIB, format_count, format_size
 
 # A letter-like shape per class, so that the map can be read without colours too.
 _MARKS: dict[WeightClass, tuple[str, str]] = {"gpu": ("█", "green"), "stream": ("▒", "yellow"), "cpu": ("·", "magenta")}
@@ -58,11 +58,10 @@ def layer_map(placements: Sequence[Placement]) -> dict[str, dict[int, Placement]
 
 def _title(plan: Plan) -> Text:
     workload = plan.workload
-    threads = "thread" if workload.n_threads == 1 else "threads"
     title = Text(plan.model.name, style="bold")
     title.append(f" in {format_size(plan.vram.budget_bytes)} of VRAM", style="bold")
     title.append(
-        f"\n{plan.hardware.gpu_name}{' (simulated)' if plan.is_simulated else ''}; {workload.n_threads} {threads}; "
+        f"\n{plan.hardware.gpu_name}; {format_count(workload.n_threads, 'thread')}; "
         f"context {workload.n_context}, KV {workload.type_k}/{workload.type_v}; "
         f"{workload.n_prompt_tokens} prompt + {workload.n_generated_tokens} generated tokens",
         style="dim",
@@ -239,8 +238,8 @@ def profile_view(profile: Profile) -> RenderableType:
     """Return a profile's facts: what was measured, where, and the rates that decide."""
     title = Text(profile.model.name, style="bold").append(
         f"\n{profile.hardware.cpu.model}, {profile.hardware.cpu.physical_cores} cores; "
-        f"{profile.hardware.gpu_name}{' (simulated)' if profile.is_simulated else ''}\n"
-        f"{len(profile.weights)} weights, {format_size(sum(w.size_bytes for w in profile.weights))}; "
+        f"{profile.hardware.gpu_name}\n"
+        f"{len(profile.sizes)} weights, {format_size(sum(profile.sizes.values()))}; "
         f"context {profile.n_context}, micro-batch {profile.n_ubatch}; "
         f"llama-cpp-python {profile.software.llama_cpp_python}",
         style="dim",

@@ -52,7 +52,9 @@ class Hardware:
     @property
     def gpu_name(self) -> str:
         """For people to read."""
-        return self.gpu.name if self.gpu else "no GPU"
+        if self.gpu is None:
+            return "no GPU"
+        return "simulated GPU" if self.gpu.backend == "sim" else self.gpu.name
 
     @property
     def fingerprint(self) -> str:

@@ -252,6 +252,11 @@ class Profile:
         return tuple(weight for weight in self.weights if weight.is_product)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of every weight by name; a tied embedding, which is used twice, counts once."""
+        return {weight.name: weight.size_bytes for weight in self.weights}
+
+    @property
     def has_gpu(self) -> bool:
         return any(timing.device == "gpu" for timing in self.kernels)
 

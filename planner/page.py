@@ -11,7 +11,7 @@ from .measurements import Profile
 from .picture import COLOURS, LANES, MEMORY_COLOURS
 from .plan import Placement, Plan, WeightClass
 from .timeline import Timeline
-from .units import MIB, format_size
+from .units import MIB, format_count, format_size
 
 _CELL, _ROW, _LABEL = 14, 20, 130  # pixels of the map
 _TIMELINE_WIDTH, _LANE_HEIGHT = 960, 26
@@ -45,8 +45,8 @@ def plan_page(plan: Plan, items: Sequence[Density], token: Timeline | None, name
     """Return the page. Without the plan's profile there are no densities and no timeline; `names` are its weights'."""
     workload = plan.workload
     subtitle = (
-        f"{plan.hardware.gpu_name}{' (simulated)' if plan.is_simulated else ''}, {plan.hardware.cpu.model}; "
-        f"{workload.n_threads} threads; context {workload.n_context}, KV {workload.type_k}/{workload.type_v}; "
+        f"{plan.hardware.gpu_name}, {plan.hardware.cpu.model}; {format_count(workload.n_threads, 'thread')}; "
+        f"context {workload.n_context}, KV {workload.type_k}/{workload.type_v}; "
         f"{workload.n_prompt_tokens} prompt + {workload.n_generated_tokens} generated tokens"
     )
     parts = [
@@ -70,9 +70,9 @@ def plan_page(plan: Plan, items: Sequence[Density], token: Timeline | None, name
 def profile_page(profile: Profile, items: Sequence[Density], n_threads: int) -> str:
     """Return the page; `items` are densities with `n_threads` CPU threads."""
     subtitle = (
-        f"{profile.hardware.cpu.model}, {profile.hardware.cpu.physical_cores} cores; {profile.hardware.gpu_name}"
-        f"{' (simulated)' if profile.is_simulated else ''}; {len(profile.weights)} weights, "
-        f"{format_size(sum(weight.size_bytes for weight in profile.weights))}"
+        f"{profile.hardware.cpu.model}, {profile.hardware.cpu.physical_cores} cores; {profile.hardware.gpu_name}; "
+        f"{len(profile.sizes)} weights, "
+        f"{format_size(sum(profile.sizes.values()))}"
     )
     rates = "".join(
         f"<tr><td>{c.n_threads}</td>"
@@ -181,7 +181,7 @@ def _measured_parts(
     items: Sequence[Density], n_threads: int, token: Timeline | None, names: Sequence[str]
 ) -> Iterator[str]:
     if items:
-        yield f"<h2>What a MiB costs per token, in microseconds ({n_threads} CPU threads)</h2>"
+        yield f"<h2>What a MiB costs per token, in microseconds ({format_count(n_threads, 'CPU thread')})</h2>"
         yield _densities(items)
     if token:
         yield f"<h2>One token: {token.seconds * 1e3:.2f} ms</h2>"

@@ -16,7 +16,7 @@ from .examples import examples
 from .gguf_model import read_model_info
 from .hardware import Hardware
 from .plan import Plan
-from .units import format_size
+from .units import format_count, format_size
 
 Here = Callable[[], Hardware]  # tells what machine this is; the profiler knows how
 
@@ -35,7 +35,8 @@ def register(app: typer.Typer, here: Here | None) -> None:
         _print(entries, None)
         n_profiles = sum(1 for _ in library.profiles())
         where = " and ".join(map(str, library.folders()))
-        typer.echo(f"{len(entries)} plans and {n_profiles} profiles in {where}.")
+        counts = f"{format_count(len(entries), 'plan')} and {format_count(n_profiles, 'profile')}"
+        typer.echo(f"{counts} in {where}.")
 
     @plans.command("find", epilog=examples("atsplan plans find model.gguf", "atsplan plans find qwen3"))
     def find_command(
@@ -96,6 +97,10 @@ def register(app: typer.Typer, here: Here | None) -> None:
             raise AtsplanError(f"{n_bad} of {len(chosen)} cannot be trusted.", _REMEDY)
 
 
+def _rate(seconds: float) -> str:
+    return f"{1 / seconds:.{0 if seconds <= 0.01 else 1}f} t/s" if seconds else "-"
+
+
 def _print(entries: Sequence[library.Entry[Plan]], here: Hardware | None) -> None:
     """Print a block per folder: where it is, what machine that was, or how it differs from `here`, and its plans."""
     console = Console()
@@ -118,6 +123,6 @@ def _print(entries: Sequence[library.Entry[Plan]], here: Hardware | None) -> Non
             seconds = plan.prediction.decode_seconds_per_token
             table.add_row(
                 f"  {entry.path.name}", format_size(plan.vram.budget_bytes), f"context {plan.workload.n_context}",
-                f"{plan.workload.n_threads} threads", f"{1 / seconds:.1f} t/s" if seconds else "-",
+                format_count(plan.workload.n_threads, "thread"), _rate(seconds),
             )  # fmt: skip
         console.print(table, "")

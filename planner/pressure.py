@@ -114,7 +114,7 @@ def pressure_view(result: PressureResult) -> RenderableType:
     title = Text(title_of(result.adaptive.trace).removesuffix(", adaptive"), style="bold")
     title.append(
         f"\nmean of a token, its rise over the first phase, tokens after which it has settled;\n"
-        f"cut: the part of static's rise that adapting avoids; {result.n_load_processes} processes load the CPU",
+        f"cut: the part of static's rise that adapting avoids; load processes on the CPU: {result.n_load_processes}",
         "not bold dim",
     )
     return Group(title, "", table, "", *(Text(line) for line in remarks(result)))

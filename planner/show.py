@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from . import explain
-from .densities import default_thread_count, densities, density_table
+from .densities import best_thread_count, densities, density_table
 from .errors import AtsplanError, UsageError
 from .measurements import Profile
 from .page import plan_page, profile_page
@@ -47,7 +47,7 @@ def show_plan(plan: Plan, profile: Profile | None, *, timeline: bool, html: Path
 
 
 def show_profile(profile: Profile, *, html: Path | None, png: Path | None) -> None:
-    n_threads = default_thread_count(profile)
+    n_threads = best_thread_count(profile)
     items = densities(profile, n_threads)
     console = Console()
     console.print(explain.profile_view(profile))

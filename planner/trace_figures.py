@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from .trace import CardSample, Change, Trace
-from .units import format_size
+from .units import format_count, format_size
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,13 @@ def title_of(trace: Trace) -> str:
 def subtitle_of(trace: Trace) -> str:
     """Return where it ran and how much it computed."""
     hardware = trace.hardware
-    where = f"{hardware.gpu_name}{' (simulated)' if trace.plan.is_simulated else ''}, {hardware.cpu.model}"
-    text = f"{where}; {trace.plan.workload.n_threads} threads; {len(trace.tokens)} decoded tokens"
+    where = f"{hardware.gpu_name}, {hardware.cpu.model}"
+    threads = format_count(trace.plan.workload.n_threads, "thread")
+    text = f"{where}; {threads}; {format_count(len(trace.tokens), 'decoded token')}"
     if trace.prompts:
         n_tokens = sum(prompt.n_tokens for prompt in trace.prompts)
         seconds = sum(prompt.seconds for prompt in trace.prompts)
-        text += f", {n_tokens} prompt tokens in {seconds:.1f} s"
+        text += f", {format_count(n_tokens, 'prompt token')} in {seconds:.1f} s"
     return f"{text}; {end_of(trace):.1f} s in all"
 
 

@@ -1,4 +1,4 @@
-"""Sizes: parsing what people type, printing what they read. Everything else counts bytes."""
+"""Sizes and counts: parsing what people type, printing what they read. Everything else counts bytes."""
 
 from __future__ import annotations
 
@@ -41,3 +41,8 @@ def format_size(size_bytes: float) -> str:
     if abs(size_bytes) >= 10 * MIB:
         return f"{size_bytes / MIB:.0f} MiB"
     return f"{size_bytes / MIB:.1f} MiB"
+
+
+def format_count(n: int, noun: str) -> str:
+    """Return a count for people: `1 thread`, `8 threads`; `noun` takes an s."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
+from planner.densities import best_thread_count
 from planner.explain import role_of
 from planner.measurements import Profile, WeightUse
-from planner.units import MIB, format_size
+from planner.units import MIB, format_count, format_size
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,6 @@ class RoleTotals:
         if self.decode_gpu_seconds is None:
             return None
         return (self.decode_cpu_seconds - self.decode_gpu_seconds) / (self.size_bytes / MIB)
-
-
-def best_thread_count(profile: Profile) -> int:
-    """Return the measured thread count with which the CPU computes one token of the whole model fastest."""
-    return min(profile.thread_counts, key=lambda n: profile.total_seconds(profile.products, "cpu", 1, n))
 
 
 def totals_by_role(profile: Profile, n_threads: int) -> list[RoleTotals]:
@@ -59,9 +55,8 @@ def totals_by_role(profile: Profile, n_threads: int) -> list[RoleTotals]:
 
 def role_table(profile: Profile) -> Table:
     n_threads = best_thread_count(profile)
-    threads = "1 thread" if n_threads == 1 else f"{n_threads} threads"
     gpu = " and the simulated GPU" if profile.is_simulated else " and the GPU" if profile.has_gpu else ""
-    title = f"{profile.model.name}: milliseconds on the CPU ({threads}){gpu}"
+    title = f"{profile.model.name}: milliseconds on the CPU ({format_count(n_threads, 'thread')}){gpu}"
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True
     )

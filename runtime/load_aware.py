@@ -9,7 +9,7 @@ from planner.errors import DeviceError
 from planner.hardware import Hardware
 from planner.plan import Plan, WeightClass
 from planner.trace import CardSample, Change, PromptSample, TokenSample, Trace
-from planner.units import MIB, format_size
+from planner.units import MIB, format_count, format_size
 
 from . import placement
 from .adapt import Controller, Measured, Policy, measured_token
@@ -138,7 +138,7 @@ class LoadAware:
             self._controller.restart("the number of threads has changed")
             others = self._host_load.n_cores - free
             self._note(
-                f"other programs use {others:.1f} cores: {self._threads.n} threads",
+                f"other programs use {others:.1f} cores: {format_count(self._threads.n, 'thread')}",
                 self._streamed_bytes(self._controller.streamed), 1.0, 1.0,
             )  # fmt: skip
 

@@ -84,7 +84,7 @@ def test_a_plan_is_added_with_its_profile(plan_path: Path, plan: Plan, own_libra
     assert run("plans", "add", str(plan_path)).splitlines() == lines  # again: nothing changes
     assert run("plans", "check").splitlines() == [f"{folder / '600m-4k.json'}: ok", f"{folder / 'profile.json'}: ok"]
     text = run("plans", "list")
-    assert "1 plans and 1 profiles" in text
+    assert "1 plan and 1 profile in" in text
     assert "Tiny" in text
     write_record(plan_path, replace(plan, notes=("another one",)))
     with pytest.raises(AtsplanError, match="there already, with other content"):
@@ -223,6 +223,6 @@ def test_run_takes_a_shared_plan_of_this_machine(
 def test_a_damaged_file_does_not_hide_the_others(plan_path: Path, own_library: Path) -> None:
     run("plans", "add", str(plan_path))
     (own_library / "test-24g-test-16c/tiny/0-broken.json").write_text("{")
-    assert "1 plans and 1 profiles" in run("plans", "list")
+    assert "1 plan and 1 profile in" in run("plans", "list")
     with pytest.raises(AtsplanError, match="1 of 3 cannot be trusted"):
         run("plans", "check")

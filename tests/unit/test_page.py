@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from planner import cli
 from planner.densities import densities, density_table
 from planner.errors import AtsplanError
+from planner.explain import profile_view
 from planner.measurements import Profile
 from planner.page import plan_page, profile_page
 from planner.picture import write_png
@@ -23,7 +25,7 @@ from planner.plan import Plan
 from planner.records import write_record
 from planner.replay import simulate_plan
 from planner.solve import solve
-from planner.units import MIB
+from planner.units import MIB, format_size
 from planner.workload import Workload
 from tests.unit.planner_profiles import Shapes, synthetic_profile
 
@@ -85,6 +87,33 @@ def test_densities(profile: Profile) -> None:
     assert ("token_embd", "q4_K") not in items
     cpu_only = replace(profile, kernels=tuple(kernel for kernel in profile.kernels if kernel.device == "cpu"))
     assert {item.gpu_seconds_per_mib for item in densities(cpu_only, 8)} == {None}
+
+
+def test_slow_weights_are_shown_without_exponents(profile: Profile) -> None:
+    item = replace(densities(profile, 8)[0], cpu_seconds_per_mib=0.26, gpu_seconds_per_mib=440e-6)
+    text = profile_page(profile, [item], 1)
+    assert "<td>260000</td><td>440</td><td>259560</td>" in text
+    assert "(1 CPU thread)" in text
+
+
+def test_a_tied_embedding_is_counted_once(profile: Profile) -> None:
+    (output,) = (weight for weight in profile.weights if weight.name == "output.weight")
+    others = [weight for weight in profile.weights if weight.name not in {"output.weight", "token_embd.weight"}]
+    tied = replace(output, name="token_embd.weight")
+    twice = replace(profile, weights=(replace(tied, op="GET_ROWS"), *others, tied))
+    size = format_size(sum(weight.size_bytes for weight in others) + output.size_bytes)
+    counted = f"{len(others) + 1} weights, {size}"
+    assert counted in profile_page(twice, [], 8)
+    shown = StringIO()
+    Console(width=140, file=shown).print(profile_view(twice))
+    assert counted in shown.getvalue()
+
+
+def test_a_simulated_gpu_is_called_so_once(profile: Profile) -> None:
+    assert profile.hardware.gpu is not None
+    gpu = replace(profile.hardware.gpu, name="simulated", backend="sim")
+    simulated = replace(profile, hardware=replace(profile.hardware, gpu=gpu), is_simulated=True)
+    assert "cores; simulated GPU; " in profile_page(simulated, [], 8)
 
 
 def test_a_page_is_complete(plan: Plan, profile: Profile) -> None:

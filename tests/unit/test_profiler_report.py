@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from planner.densities import best_thread_count
 from planner.measurements import KernelTiming, Profile, Series
 from planner.units import GIB, MIB
-from profiler.report import best_thread_count, role_table, totals_by_role
+from profiler.report import role_table, totals_by_role
 from tests.unit.planner_profiles import TINY, synthetic_profile
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import UsageError
-from planner.units import GIB, MIB, parse_size
+from planner.units import GIB, MIB, format_count, parse_size
 
 
 @pytest.mark.parametrize("text", ["6G", "6GB", "6GiB", "6g", " 6 GiB ", "6144M", "6144MiB", "6.0G", "6291456K"])
@@ -28,3 +28,7 @@ def test_numbers_without_a_unit(text: str) -> None:
 def test_nonsense(text: str) -> None:
     with pytest.raises(UsageError, match="is not a size"):
         parse_size(text)
+
+
+def test_counts() -> None:
+    assert [format_count(n, "thread") for n in (0, 1, 2)] == ["0 threads", "1 thread", "2 threads"]
