@@ -57,11 +57,21 @@ HardwareFile = Annotated[
 ]
 NContext = Annotated[int | None, typer.Option("--ctx", min=1, help="Context in tokens.", show_default="the profile's")]
 NThreads = Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes the best of those measured.")]
+_PRESETS_TEXT = ", ".join(f"{name} {prompt} + {answer}" for name, (prompt, answer) in PRESETS.items())
 PresetOption = Annotated[
-    Preset | None, typer.Option("--workload", help="Typical request to optimise for.", show_default=DEFAULT_PRESET)
+    Preset | None,
+    typer.Option(
+        "--workload",
+        help=f"Tokens of a typical request, prompt + answer: {_PRESETS_TEXT}.",
+        show_default=DEFAULT_PRESET,
+    ),
 ]
-NPrompt = Annotated[int | None, typer.Option("--prompt-tokens", min=0, help="Tokens per prompt.")]
-NGenerate = Annotated[int | None, typer.Option("--generate-tokens", min=0, help="Tokens per answer.")]
+NPrompt = Annotated[
+    int | None, typer.Option("--prompt-tokens", min=0, help="Tokens per prompt, instead of --workload's.")
+]
+NGenerate = Annotated[
+    int | None, typer.Option("--generate-tokens", min=0, help="Tokens per answer, instead of --workload's.")
+]
 KvType = Annotated[str, typer.Option("--kv-type", help="Type of the KV cache: q8_0, or q8_0/q4_0 for keys and values.")]
 Objective = Annotated[ObjectiveChoice, typer.Option(help="joint: CPU, link and GPU together; paper: VRAM or CPU only.")]
 

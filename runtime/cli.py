@@ -60,7 +60,7 @@ def register(app: typer.Typer, detect: Detect) -> None:
         ] = None,
         anyway: Annotated[bool, typer.Option("--anyway", help="Run a plan made for another machine.")] = False,
     ) -> None:
-        """Generate text under a plan; without a prompt, chat."""
+        """Generate text under a plan; without a prompt, chat: Ctrl-C stops an answer, Ctrl-D ends the chat."""
         from .commands import run_plan
 
         run_plan(

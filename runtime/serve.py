@@ -34,7 +34,7 @@ def serve_plan(
     """Serve until Ctrl-C. Raises AtsplanError if the plan cannot run or the address cannot be used."""
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     if missing:
-        raise AtsplanError(f"serve needs {' and '.join(missing)}.", "Install with: pip install 'atsplan[serve]'")
+        raise AtsplanError(f"serve needs {' and '.join(missing)}.", f"Install with: pip install {' '.join(missing)}")
     from . import http_api
     from .generation import Generator
 

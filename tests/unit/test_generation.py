@@ -183,4 +183,4 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name))
     with pytest.raises(AtsplanError) as caught:
         serve_plan(Path("plan.json"), None, builtins.exit, host="", port=0, api_key=None, anyway=False)
-    assert str(caught.value) == "serve needs uvicorn. Install with: pip install 'atsplan[serve]'"
+    assert str(caught.value) == "serve needs uvicorn. Install with: pip install uvicorn"
