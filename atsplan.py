@@ -64,7 +64,7 @@ def make_app() -> "typer.Typer":
         add_completion=False,
     )
     register_profiler(app)
-    register_planner(app, lambda: detect("auto")[0], describe)
+    register_planner(app, lambda: detect("auto")[0], describe, show_bench_result)
     register_runtime(app, detect)
 
     @app.callback(invoke_without_command=True)
@@ -91,6 +91,13 @@ def describe(model: "Path", n_context: int, n_ubatch: int) -> "Profile":
     from profiler.suite import describe_model
 
     return describe_model(model, n_context, n_ubatch)
+
+
+def show_bench_result(path: "Path") -> bool:
+    """Show what `bench --json` wrote, which only the runtime can read; return False if the file is something else."""
+    from runtime.commands import show_bench_result
+
+    return show_bench_result(path)
 
 
 def _report(error: Exception) -> int:

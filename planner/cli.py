@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from . import cache, library
-from .errors import AtsplanError, InfeasibleError, MismatchError, UsageError
+from .errors import AtsplanError, InfeasibleError, InvalidFileError, MismatchError, UsageError
 from .examples import examples
 from .gguf_model import read_model_info
 from .measurements import ModelInfo, Profile
@@ -76,8 +76,16 @@ KvType = Annotated[str, typer.Option("--kv-type", help="Type of the KV cache: q8
 Objective = Annotated[ObjectiveChoice, typer.Option(help="joint: CPU, link and GPU together; paper: VRAM or CPU only.")]
 
 
-def register(app: typer.Typer, here: Here | None = None, describe: Describe | None = None) -> None:
-    """Add the commands to `app`. `here` tells what machine this is, `describe` what a model consists of."""
+def register(
+    app: typer.Typer,
+    here: Here | None = None,
+    describe: Describe | None = None,
+    show_other: Callable[[Path], bool] = lambda _: False,
+) -> None:
+    """Add the commands to `app`. `here` tells what machine this is, `describe` what a model consists of.
+
+    `show_other` shows a file of a kind that only another layer knows, and returns whether it did.
+    """
     register_plans(app, here)
 
     @app.command(
@@ -165,7 +173,7 @@ def register(app: typer.Typer, here: Here | None = None, describe: Describe | No
     def show(
         file: Annotated[
             Path | None,
-            typer.Argument(help="A plan, a profile, a trace, or what bench --pressure wrote.", show_default=False),
+            typer.Argument(help="A plan, a profile, a trace, or what bench wrote.", show_default=False),
         ] = None,
         trace_file: Annotated[Path | None, typer.Option("--trace", help="A trace; naming it as FILE does too.")] = None,
         timeline: Annotated[bool, typer.Option("--timeline", help="Draw the lanes while one token is made.")] = False,
@@ -175,7 +183,7 @@ def register(app: typer.Typer, here: Here | None = None, describe: Describe | No
             Path | None, typer.Option("--profile", help="The plan's profile.", show_default="from beside it, or cached")
         ] = None,
     ) -> None:
-        """Show a plan, a profile, a trace or a measurement under load in the terminal, as a page, or as a picture."""
+        """Show a plan, a profile, a trace or a measurement in the terminal; most also as a page or as a picture."""
         from .show import show_plan, show_pressure, show_profile, show_trace
 
         if (file is None) == (trace_file is None):
@@ -184,7 +192,12 @@ def register(app: typer.Typer, here: Here | None = None, describe: Describe | No
             assert trace_file is not None
             show_trace(read_record(trace_file, Trace), html=html, png=png)
             return
-        record = library.read_one_of(file, Plan, Profile, Trace, PressureResult)
+        try:
+            record = library.read_one_of(file, Plan, Profile, Trace, PressureResult)
+        except InvalidFileError:
+            if not timeline and not html and not png and show_other(file):
+                return
+            raise
         if timeline and not isinstance(record, Plan):
             raise UsageError(f"{file} has no timeline.", "Show a plan.")
         if isinstance(record, Profile):

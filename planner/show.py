@@ -17,6 +17,7 @@ from .pressure import PressureResult, pressure_view
 from .pressure_picture import write_pressure_png
 from .records import write_text
 from .replay import simulate_plan
+from .terminal import say
 from .trace import Trace
 from .trace_page import trace_page
 from .trace_picture import write_trace_png
@@ -39,11 +40,13 @@ def show_plan(plan: Plan, profile: Profile | None, *, timeline: bool, html: Path
         console.print("", explain.timeline_view(token.events, names, token.seconds))
     if html:
         write_text(html, plan_page(plan, items, token, names))
+        say(f"Written to {html}.")
     if png:
         seconds = plan.prediction.decode_seconds_per_token
         title = f"{plan.model.name} in {format_size(plan.vram.budget_bytes)} of VRAM"
         speed = f": {1 / seconds:.1f} tokens/s predicted" if seconds else ""
         write_png(png, title + speed, plan, items, token)
+        say(f"Written to {png}.")
 
 
 def show_profile(profile: Profile, *, html: Path | None, png: Path | None) -> None:
@@ -55,16 +58,20 @@ def show_profile(profile: Profile, *, html: Path | None, png: Path | None) -> No
         console.print("", density_table(items, n_threads))
     if html:
         write_text(html, profile_page(profile, items, n_threads))
+        say(f"Written to {html}.")
     if png:
         write_png(png, profile.model.name, None, items, None)
+        say(f"Written to {png}.")
 
 
 def show_trace(trace: Trace, *, html: Path | None, png: Path | None) -> None:
     Console().print(trace_view(trace))
     if html:
         write_text(html, trace_page(trace))
+        say(f"Written to {html}.")
     if png:
         write_trace_png(png, trace)
+        say(f"Written to {png}.")
 
 
 def show_pressure(result: PressureResult, *, html: Path | None, png: Path | None) -> None:
@@ -74,3 +81,4 @@ def show_pressure(result: PressureResult, *, html: Path | None, png: Path | None
     Console().print(pressure_view(result))
     if png:
         write_pressure_png(png, result)
+        say(f"Written to {png}.")

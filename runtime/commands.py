@@ -25,7 +25,7 @@ from planner.terminal import say
 from planner.units import format_size
 
 from . import verify
-from .bench import bench, remarks, table
+from .bench import BenchResult, bench, remarks, table
 from .bindings import Helper
 from .build import native_helper
 from .card_watch import CardWatch
@@ -115,6 +115,19 @@ def bench_plan(
         write_record(json_path, result)
     Console().print(table(result))
     _write("\n".join(remarks(result)) + "\n")
+
+
+def show_bench_result(path: Path) -> bool:
+    """Print what `bench --json` wrote; return False if the file is something else."""
+    try:
+        is_result = b'"ablations"' in path.read_bytes()
+    except OSError:
+        return False
+    if is_result:
+        result = read_record(path, BenchResult)
+        Console().print(table(result))
+        _write("\n".join(remarks(result)) + "\n")
+    return is_result
 
 
 def pressure_plan(

@@ -177,3 +177,13 @@ def test_streams_that_the_caller_has_closed(closed: int) -> None:
     )  # fmt: skip
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == ("" if closed == 1 else f"atsplan {__version__}\n")
+
+
+def test_show_prints_a_bench_result() -> None:
+    path = next((ROOT / "plans").glob("*/*/*-ablate.bench.json"))
+    result = command_line("show", str(path))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "decode tokens/s" in result.stdout
+    assert "without prefetch: prefill" in result.stdout
+    refused = command_line("show", str(path), "--timeline")
+    assert refused.returncode == 1

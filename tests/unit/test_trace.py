@@ -149,7 +149,7 @@ def test_the_command(plan: Plan, trace: Trace, tmp_path: Path, monkeypatch: pyte
 
     named = show("trace.json", "--html", "trace.html", "--png", "trace.png")
     assert "power limit" in named
-    assert show("--trace", "trace.json") == named
+    assert named.startswith(show("--trace", "trace.json"))
     assert "power limit" in Path("trace.html").read_text()
     assert Path("trace.png").read_bytes().startswith(b"\x89PNG")
     write_record("plan.json", plan)
