@@ -56,12 +56,13 @@ bool ExpertLane::prepare(const std::vector<ExpertBlock> & blocks, const Settings
 }
 
 int ExpertLane::layer_for(const ExpertBlock & block) {
-    const auto found = layer_of_.find(block.weights.front());
-    if (found != layer_of_.end()) {
-        return found->second;
+    ExpertFamily & family = families_.at(ExpertFamily::key_of(block));
+    const auto     known  = layer_of_.try_emplace({&family, block.weights}, -1).first;
+    if (known->second >= 0) {
+        return known->second;
     }
     auto layer     = std::make_unique<Layer>();
-    layer->family  = &families_.at(ExpertFamily::key_of(block));
+    layer->family  = &family;
     layer->weights = block.weights;
     layer->context.reset(ggml_init({ExpertFamily::graph_bytes(block, static_cast<size_t>(block.n_used()) + 2), nullptr, true}));
     if (!layer->context) {
@@ -78,9 +79,9 @@ int ExpertLane::layer_for(const ExpertBlock & block) {
         }
     }
     warm_up(*layer);
-    layer_of_[block.weights.front()] = static_cast<int>(layers_.size());
+    known->second = static_cast<int>(layers_.size());
     layers_.push_back(std::move(layer));
-    return static_cast<int>(layers_.size()) - 1;
+    return known->second;
 }
 
 bool ExpertLane::compile(const ExpertBlock & block, const ExpertBlock * next, bool is_late, const ggml_cgraph & graph,

@@ -17,7 +17,7 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 struct ExpertCounters {
@@ -127,7 +127,7 @@ class ExpertLane {
     int                                           generation_  = 0;
     std::map<std::string, ExpertFamily>           families_;
     std::vector<std::unique_ptr<Layer>>           layers_;
-    std::unordered_map<const ggml_tensor *, int>  layer_of_; // by first weight
+    std::map<std::pair<const ExpertFamily *, std::vector<ggml_tensor *>>, int> layer_of_; // by weights: classes may change
     std::vector<HostCopy>                         copies_;   // of the round
     Measured                                      last_;
     ggml_backend_buffer_ptr                       scratch_;  // of predictions

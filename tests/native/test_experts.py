@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -238,6 +239,30 @@ def test_any_classes_of_the_other_weights(
         )  # fmt: skip
         rows, _ = logits_of(PlanEngine(library, models[name], plan), prediction=2)
         np.testing.assert_array_equal(rows, expected[name], err_msg=f"seed {seed}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_classes_that_change_between_tokens(
+    library: Library,
+    models: dict[str, Path],
+    weights: dict[str, tuple[WeightUse, ...]],
+    expected: dict[str, NDArray[np.float32]],
+    name: str,
+) -> None:
+    """A layer's experts are one block, then some of its matrices on their own, then one block again."""
+    placements, generator = experts_on_the_cpu(weights[name]), random.Random(0)
+    plan = plan_for(
+        models[name], placements, n_ubatch=64, ring_bytes=8 * 1024**2, experts=forced(4, 2, cache_bytes=1024**2)
+    )
+    host_names = [p.name for p in placements if p.decode == "cpu"]
+    with PlanEngine(library, models[name], plan) as engine:
+        engine.evaluate(PROMPT)
+        rows = [engine.logits()]
+        for token in DECODED:
+            engine.helper.set_classes((n, generator.choice(("cpu", "stream")), "stream") for n in host_names)
+            engine.evaluate([token])
+            rows.append(engine.logits())
+    np.testing.assert_array_equal(np.stack(rows), expected[name][: len(rows)])
 
 
 @pytest.mark.parametrize("name", MODELS)
