@@ -34,6 +34,7 @@ from .session import (
     open_model,
 )
 
+_UNROTATABLE = ("bf16",)  # types of keys; llama.cpp would end the process
 _CONTEXT_FULL = 1  # llama_decode's answer when no cell of the KV cache is free
 
 
@@ -47,6 +48,7 @@ class Engine:
         self._ggml = Ggml(library.ggml)
         self._device_types = {self._ggml.buffer_type_name(device) for device in settings.devices}
         self._log = CapturedLog()
+        self._can_shift = settings.type_k not in _UNROTATABLE
         self._tokens: list[int] = []  # in the context, in order
         self.n_evaluated = 0  # tokens since the model was loaded
         with ExitStack() as stack:
@@ -159,10 +161,11 @@ class Engine:
         """Forget the older half of the context but its first token. The rest moves up, or is evaluated again."""
         first, last = 1, 1 + self.n_tokens // 2
         memory = llama_cpp.llama_get_memory(self._context)
-        if llama_cpp.llama_memory_can_shift(memory) and llama_cpp.llama_memory_seq_rm(memory, 0, first, last):
+        can_shift = self._can_shift and llama_cpp.llama_memory_can_shift(memory)
+        if can_shift and llama_cpp.llama_memory_seq_rm(memory, 0, first, last):
             llama_cpp.llama_memory_seq_add(memory, 0, last, -1, first - last)
             del self._tokens[first:last]
-        else:  # recurrent states, and positions in several dimensions
+        else:  # recurrent states, positions in several dimensions, and keys that cannot be rotated
             rest = [*self._tokens[:first], *self._tokens[last:]]
             llama_cpp.llama_memory_clear(memory, True)
             self._tokens.clear()

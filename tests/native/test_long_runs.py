@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from planner.workload import KV_TYPES
 from profiler.synthetic_model import write_synthetic_model
 from runtime.engine import Engine, PlanEngine
 from runtime.inspect_model import inspect_model
@@ -54,6 +56,15 @@ def test_a_shifted_context_is_llama_cpps_own(library: Library, tmp_path: Path, n
         assert engine.n_tokens == 300 - 128
     with PlanEngine(library, path, plan_for(path, random_placements(weights, 1))) as engine:
         np.testing.assert_array_equal(decode(engine, 300), expected)
+
+
+@pytest.mark.parametrize("type_k", KV_TYPES)
+def test_keys_of_any_type_can_be_shifted(library: Library, tmp_path: Path, type_k: str) -> None:
+    (path,) = write_synthetic_model(tmp_path / "model.gguf", "llama-tiny")
+    with Engine(library, path, replace(SETTINGS, type_k=type_k, type_v=type_k)) as engine:
+        decode(engine, 260)
+        assert engine.n_tokens == 260 - 128
+        assert np.isfinite(engine.logits()).all()
 
 
 def test_4096_tokens_in_flat_memory(library: Library, tmp_path: Path) -> None:
