@@ -16,7 +16,7 @@ import pydantic
 import pydantic_core
 from pydantic.json_schema import GenerateJsonSchema
 
-from .errors import AtsplanError, InvalidFileError
+from .errors import AtsplanError, InvalidFileError, UsageError
 
 Record = TypeVar("Record")
 
@@ -114,10 +114,10 @@ def write_record(path: str | os.PathLike[str], record: object) -> None:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` atomically, through a temporary file in the same folder. Raises AtsplanError."""
     try:
-        target = Path(os.path.realpath(path))
-        if target.exists() and not target.is_file():  # /dev/stdout must not be replaced
-            target.write_text(text, encoding="utf-8")
+        if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout must not be replaced
+            Path(path).write_text(text, encoding="utf-8")
             return
+        target = Path(os.path.realpath(path))
         temporary = target.parent / f".atsplan-{secrets.token_hex(8)}.tmp"
         try:
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
@@ -131,6 +131,20 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise AtsplanError(f"Cannot write {path}: {reason}.", "Choose another file or make room.") from error
+
+
+def check_targets(*paths: Path | None) -> None:
+    """Raise UsageError for what `write_text` could not write: better now than after a long run."""
+    for path in filter(None, paths):
+        folder = Path(os.path.realpath(path)).parent
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder.", "Name a file.")
+        if path.exists() and not path.is_file():
+            continue
+        if not folder.is_dir():
+            raise UsageError(f"There is no folder {folder}.", "Choose another file.")
+        if not os.access(folder, os.W_OK):
+            raise UsageError(f"{folder} cannot be written to.", "Choose another file.")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -15,7 +15,7 @@ from planner.errors import UsageError
 from planner.gguf_model import read_model_info
 from planner.hardware import Cpu
 from planner.measurements import ModelInfo, Profile
-from planner.records import to_json, write_record, write_text
+from planner.records import check_targets, to_json, write_record, write_text
 from planner.terminal import say
 from planner.workload import parse_kv_types
 from runtime.build import native_helper
@@ -33,6 +33,7 @@ def profile_command(
     csv: Path | None, routing_text: Path | None, kv_type: str, as_json: bool, force: bool,
 ) -> None:  # fmt: skip
     """Measure `model`, or find it measured, and print and write what was asked for. Raises AtsplanError."""
+    check_targets(out, csv)
     kv_types = parse_kv_types(kv_type)
     thread_counts = parse_threads(threads, detect_cpu())
     info = read_model_info(model)

@@ -20,7 +20,7 @@ from planner.hardware import Hardware, Software
 from planner.plan import Plan
 from planner.pressure import pressure_view
 from planner.pressure_picture import write_pressure_png
-from planner.records import read_record, write_record
+from planner.records import check_targets, read_record, write_record
 from planner.terminal import say
 from planner.units import format_size
 
@@ -60,8 +60,7 @@ def run_plan(
 
     With a `trace_path`, a trace is written there, however the run ends.
     """
-    if trace_path is not None and not trace_path.absolute().parent.is_dir():  # better now than after a long run
-        raise UsageError(f"There is no folder {trace_path.absolute().parent}.", "Choose another --trace.")
+    check_targets(trace_path)
     plan_path = plan_path or find_shared_plan(model, detect)
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model)
@@ -101,6 +100,7 @@ def bench_plan(
     anyway: bool,
 ) -> None:
     """Print a table of what was measured, and write every sample to `json_path`. Raises AtsplanError."""
+    check_targets(json_path)
     depths = parse_depths(depths_text)
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model)
@@ -141,6 +141,7 @@ def pressure_plan(
     anyway: bool,
 ) -> None:
     """Print what following the load was worth, and write the measurement and its picture. Raises AtsplanError."""
+    check_targets(json_path, png_path)
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model)
     machine = check_machine(plan, detect, anyway=anyway)

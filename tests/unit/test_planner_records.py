@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import AtsplanError, InvalidFileError
+from planner.errors import AtsplanError, InvalidFileError, UsageError
 from planner.library import read_plan_or_profile
 from planner.measurements import ModelInfo, Profile, Series
 from planner.plan import Placement, Plan, Prediction, SolverReport, VramBudget
-from planner.records import from_json, read_record, to_json, write_record
+from planner.records import check_targets, from_json, read_record, to_json, write_record, write_text
 from planner.workload import Workload
 from tests.unit.planner_profiles import TINY, synthetic_profile
 
@@ -204,9 +204,25 @@ def test_links_and_devices_are_written_through(plan: Plan, tmp_path: Path) -> No
     assert read_record(tmp_path / "real.json", Plan) == plan
     write_record("/dev/null", plan)
     assert Path("/dev/null").is_char_device()
+    read_end, write_end = os.pipe()
+    write_text(f"/dev/fd/{write_end}", "as to /dev/stdout in a pipe")
+    os.close(write_end)
+    with open(read_end) as pipe:
+        assert pipe.read() == "as to /dev/stdout in a pipe"
 
 
 def test_unwritable_places(plan: Plan, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no" / "such" / "folder.json", "nul\0name"):
         with pytest.raises(AtsplanError, match="Cannot write"):
             write_record(path, plan)
+
+
+def test_unwritable_places_are_refused_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    check_targets(None, tmp_path / "new.json", tmp_path / "link.json", Path("/dev/null"))
+    for path in (tmp_path, Path(""), tmp_path / "no" / "such.json"):
+        with pytest.raises(UsageError, match="folder"):
+            check_targets(None, path)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(UsageError, match="cannot be written to"):
+        check_targets(tmp_path / "new.json")
