@@ -20,6 +20,7 @@ from planner.records import to_json
 from .native_log import last_problem
 from .supervise import end_with_parent
 
+_PARENT = "ATSPLAN_PARENT"  # its process id
 _KNOWN_ERROR = 3  # the exit status of a child that prints its error as the answer
 _ERRORS = {
     kind.__name__: kind for kind in (AtsplanError, DeviceError, InfeasibleError, InvalidFileError, MismatchError)
@@ -64,12 +65,19 @@ def command(module: str, *arguments: str) -> list[str]:
 def environment() -> dict[str, str]:
     """Return the variables for a child that is to find this package."""
     python_path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-    return os.environ | {"GGML_NO_BACKTRACE": "1", "PYTHONPATH": python_path, "PYTHONIOENCODING": "utf-8"}
+    return os.environ | {
+        "GGML_NO_BACKTRACE": "1",
+        "PYTHONPATH": python_path,
+        "PYTHONIOENCODING": "utf-8",
+        _PARENT: str(os.getpid()),
+    }
 
 
 def answer(function: Callable[[Any], object]) -> int:
     """Print what `function` (a record) makes of the request on stdin, and return the exit status."""
     end_with_parent()
+    if os.environ.get(_PARENT, str(os.getppid())) != str(os.getppid()):  # it died before that
+        return 128 + signal.SIGTERM
     try:
         print(to_json(function(json.load(sys.stdin))))
     except AtsplanError as error:

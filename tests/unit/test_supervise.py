@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime import supervise
+from runtime import child, supervise
 
 ROOT = Path(supervise.__file__).parents[1]
 
@@ -122,3 +122,11 @@ def test_ctrl_c_in_a_terminal_is_received_once() -> None:
         seen += os.read(terminal, 100)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     os.close(terminal)
+
+
+def test_a_child_whose_parent_died_before_it_could_notice_does_nothing() -> None:
+    result = subprocess.run(
+        child.command("runtime.routing"), env=child.environment() | {"ATSPLAN_PARENT": "1"}, input="[]",
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout, result.stderr) == (128 + signal.SIGTERM, "", "")
