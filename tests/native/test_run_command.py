@@ -208,7 +208,7 @@ def test_another_machine_is_a_warning_with_anyway(plan_path: Path, plan: Plan, s
     model = other_machine(plan_path, plan, smollm2)
     result = invoke("run", "--plan", str(plan_path), "--model", model, "-p", PROMPT, "-n", "1", "--anyway")
     assert result.exit_code == 0
-    assert "Warning: the plan is for no GPU instead of sim." in result.stderr
+    assert "Warning: the plan is for no GPU instead of simulated GPU." in result.stderr
 
 
 def test_a_prompt_longer_than_the_context(plan_path: Path, smollm2: Path) -> None:
