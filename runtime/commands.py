@@ -58,9 +58,11 @@ def run_plan(
 ) -> None:
     """Continue `prompt` on stdout, or chat if it is None. Raises AtsplanError; Ctrl-C leaves the text so far.
 
-    With a `trace_path`, a trace is written there, however the run ends.
+    With a `trace_path`, a trace is written there, also after Ctrl-C or an error.
     """
     check_targets(trace_path)
+    if trace_path is not None and plan_path is not None and trace_path.resolve() == plan_path.resolve():
+        raise UsageError(f"{trace_path} is the plan itself.", "Write the trace to another file.")
     plan_path = plan_path or find_shared_plan(model, detect)
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model)

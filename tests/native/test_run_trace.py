@@ -89,6 +89,13 @@ def test_a_missing_folder_is_said_before_anything_is_loaded(
     assert "There is no folder " in result.exception.message
 
 
+def test_a_trace_does_not_replace_its_plan(run_command: list[str], tmp_path: Path) -> None:
+    before = (tmp_path / "plan.json").read_text()
+    result = invoke(*run_command[:-1], str(tmp_path / "plan.json"), "-p", PROMPT)
+    assert isinstance(result.exception, UsageError)
+    assert (tmp_path / "plan.json").read_text() == before
+
+
 def test_changes_in_words() -> None:
     change = Change(4.25, "the CPU is slower", 1 << 30, 3 << 29, 1 << 28, 0.5, 1.0)
     assert describe_changes([change], is_adaptive=True) == [
