@@ -136,11 +136,11 @@ def stream_orders(groups: UnitGroups, host: Sequence[int]) -> list[list[int]]:
 
     Every prefix of an order is spread evenly over the layers: unit by unit, layer by layer, or role by role.
     """
-    orders = [_even_order([[unit] for unit in host]), _even_order(_restrict(groups.by_layer, host))]
+    orders = [even_order([[unit] for unit in host]), even_order(_restrict(groups.by_layer, host))]
     roles = _restrict(groups.by_role, host)
     head, tail = roles[:_MAX_PERMUTED_ROLES], roles[_MAX_PERMUTED_ROLES:]
     for arrangement in permutations(head):
-        orders.append([unit for role in (*arrangement, *tail) for unit in _even_order([[u] for u in role])])
+        orders.append([unit for role in (*arrangement, *tail) for unit in even_order([[u] for u in role])])
     return orders
 
 
@@ -150,7 +150,7 @@ def _restrict(groups: Sequence[Sequence[int]], host: Sequence[int]) -> list[list
     return [group for group in kept if group]
 
 
-def _even_order(groups: Sequence[Sequence[int]]) -> list[int]:
+def even_order(groups: Sequence[Sequence[int]]) -> list[int]:
     """Order groups so that every prefix is spread evenly: by the golden-ratio sequence of their places."""
     ranked = sorted(range(len(groups)), key=lambda i: (i * _GOLDEN % 1, i))
     return [unit for i in ranked for unit in groups[i]]

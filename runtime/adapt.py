@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.patterns import even_order
 from planner.plan import Placement, Plan
 
 from .bindings import Statistics
@@ -32,7 +33,6 @@ N_MEASURED = 6  # tokens that tell what a change was good for
 MAX_VISITS = 3  # patterns that are measured before one of them stays
 MIN_TRIAL, MAX_TRIAL = 32, 512  # tokens after which to try what cannot be measured, in case it is as planned again
 LINK_BOUND = 0.88  # share of a token from which on the host may be waiting for the link
-_GOLDEN = 0.6180339887498949
 _TRIAL = "a trial"
 
 
@@ -96,7 +96,8 @@ class Policy:
         ]
         # A rung k streams the first k of this order. Beginnings of an even order are spread evenly, too. One weight
         # stays on the CPU, else nothing would tell how fast that is.
-        self._order = [*_even(streamed), *_even(joining)][: max(len(streamed), len(self.movable) - 1)]
+        order = [*even_order([[i] for i in streamed]), *even_order([[i] for i in joining])]
+        self._order = order[: max(len(streamed), len(self.movable) - 1)]
         self._rungs_cpu = self._cpu.sum() - np.concatenate([[0.0], np.cumsum(self._cpu[self._order])])
         self._rungs_link = np.concatenate([[0.0], np.cumsum(self._link[self._order])])
         self.planned: tuple[int, ...] = tuple(streamed)
@@ -323,8 +324,3 @@ def _mean(window: Sequence[Measured]) -> Measured:
         link_seconds=math.fsum(m.link_seconds for m in window) / n,
         streamed_bytes=window[-1].streamed_bytes,
     )
-
-
-def _even(items: Sequence[int]) -> list[int]:
-    """Order items so that every beginning is spread evenly: by the golden-ratio sequence of their places."""
-    return [items[i] for i in sorted(range(len(items)), key=lambda i: (i * _GOLDEN % 1, i))]
