@@ -444,6 +444,7 @@ _OTHER_GRAPHS: Mapping[str, Callable[[str, int, str], SyntheticModel]] = Mapping
 
 _REAL_SIZES = MappingProxyType({
     "smollm2-135m": Transformer("llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, tied=True),
+    "smollm2-1.7b": Transformer("llama", 24, 2048, 32, 32, 64, 8192, 49152, 8192, tied=True),
     "qwen3-14b": Transformer("qwen3", 40, 5120, 40, 8, 128, 17408, 151936, 40960, qk_norm="head"),
     "llama2-70b": Transformer("llama", 80, 8192, 64, 8, 128, 28672, 32000, 4096),
     "qwen3-30b-a3b": Transformer(
