@@ -27,6 +27,7 @@ CUDA_GRAPHS = "cuda_graphs"  # llama.cpp's own, switched off through its environ
 # Decoded before anything is timed: kernels are loaded and CUDA graphs captured. An adaptive plan settles meanwhile.
 N_WARMUP_TOKENS = 8
 N_SETTLING_TOKENS = 40
+N_EXPERT_TRIAL_TOKENS = 80  # decoded with and without predicting experts, until the better one is known
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,14 @@ def run_task(task: Task) -> Measured:
     started = time.perf_counter()
     path = Path(task.model_path)
     engine: Engine
+    n_warmup = N_WARMUP_TOKENS
     if task.plan_path is not None:
-        engine = PlanEngine(library, path, read_record(task.plan_path, Plan), is_adaptive=task.is_adaptive)
+        plan = read_record(task.plan_path, Plan)
+        engine = PlanEngine(library, path, plan, is_adaptive=task.is_adaptive)
+        if plan.experts is not None:
+            n_warmup = N_EXPERT_TRIAL_TOKENS
+        elif engine.load.is_adaptive:
+            n_warmup = N_SETTLING_TOKENS
         if task.switched_off not in (None, CUDA_GRAPHS):
             engine.helper.set_option(task.switched_off, 0)
     elif task.settings is not None:
@@ -93,8 +100,7 @@ def run_task(task: Task) -> Measured:
     vram.watch(engine.pci_bus_id(task.device))
     with engine, Sampler() as sampler:
         runner = _Runner(engine, sampler, task)
-        settles = isinstance(engine, PlanEngine) and engine.load.is_adaptive
-        runner.decode_seconds(0, N_SETTLING_TOKENS if settles else N_WARMUP_TOKENS)
+        runner.decode_seconds(0, n_warmup)
         for _ in range(2):  # a prompt's CUDA graphs are captured the second time
             for depth in task.depths:
                 runner.prefill_seconds(depth)

@@ -18,6 +18,8 @@ from .session import CapturedLog
 HYBRID_DEVICE = "ATS0"
 HOST_DEVICE = "ATSHOST"  # computes nothing; its buffer type is the pinned host memory
 
+GPU_QUEUES = "32"  # the most that CUDA knows: streams that share one wait for each other
+
 
 @dataclass(frozen=True)
 class Library:
@@ -53,6 +55,7 @@ def _load(device: str, path: Path) -> Library:
     import llama_cpp._ggml
 
     os.environ["ATSPLAN_DEVICE"] = device if device == "sim" else device.upper()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", GPU_QUEUES)
     ggml = ctypes.CDLL("libggml.so", handle=llama_cpp._ggml.libggml._handle)
     ggml.ggml_backend_load.restype = ctypes.c_void_p
     ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]

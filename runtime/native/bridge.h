@@ -24,10 +24,9 @@ constexpr int max_expert_columns  = 32;  // of one token
 constexpr int max_batch_tokens    = 128;
 constexpr int max_batch_columns   = 1024; // of all tokens
 constexpr int max_expert_streams  = 128; // experts copied at once
-constexpr int max_expert_copies   = max_expert_matrices * max_expert_streams + 2; // and the ids, the input
 
 // Which lane made which column of an expert block's result: a column of the GPU's results, or ~column of the CPU's.
-struct ExpertColumns { // in pinned memory, written before mark_computed()
+struct ExpertColumns { // in host memory; in VRAM, if can_copy_within_gpu()
     int32_t sources[max_batch_columns];
 };
 

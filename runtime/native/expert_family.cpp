@@ -32,7 +32,7 @@ bool ExpertFamily::allocate(const ExpertBlock & block, int n_slots, ggml_backend
     const int64_t n_all     = n_slots + static_cast<int64_t>(spares.size());
     const int64_t n_tokens  = max_tokens(block.n_used());
     const int64_t n_columns = n_tokens * block.n_used();
-    const size_t  n_tensors = block.weights.size() + 2 * block.nodes.size() + 11;
+    const size_t  n_tensors = block.weights.size() + 2 * block.nodes.size() + 12;
     context.reset(ggml_init({n_tensors * ggml_tensor_overhead(), nullptr, true}));
     if (!context) {
         return false;
@@ -59,7 +59,8 @@ bool ExpertFamily::allocate(const ExpertBlock & block, int n_slots, ggml_backend
     cpu_ids    = add(on_host, ggml_new_tensor_1d(context.get(), GGML_TYPE_I32, n_columns));
     slot_ids   = add(on_host, ggml_new_tensor_1d(context.get(), GGML_TYPE_I32, n_columns));
     routed_ids = add(on_host, ggml_new_tensor_1d(context.get(), GGML_TYPE_I32, n_tokens * block.n_experts()));
-    columns    = add(on_host, ggml_new_tensor_1d(context.get(), GGML_TYPE_I8, sizeof(ExpertColumns)));
+    columns     = add(on_host, ggml_new_tensor_1d(context.get(), GGML_TYPE_I8, sizeof(ExpertColumns)));
+    gpu_columns = add(on_device, ggml_new_tensor_1d(context.get(), GGML_TYPE_I8, sizeof(ExpertColumns)));
 
     constexpr size_t alignment = 256;
     const auto       padded    = [&](const ggml_tensor * tensor) {

@@ -49,7 +49,7 @@ struct ExpertFamily {
     std::vector<ggml_tensor *>   gpu_results, cpu_results; // per node of a block; n_used columns, those of all tokens
     ggml_tensor *                gpu_x, *gpu_ids, *cpu_x;  // one token's
     ggml_tensor *                batch_gpu_x, *batch_gpu_ids, *batch_cpu_x, *column_x; // several tokens', and an input per column
-    ggml_tensor *                cpu_ids, *slot_ids, *routed_ids, *columns;
+    ggml_tensor *                cpu_ids, *slot_ids, *routed_ids, *columns, *gpu_columns; // columns: on the host, in VRAM
     std::vector<Spare>           spares; // behind the cache's slots
     TimeCurve                    cpu_ns; // of n experts computed on the CPU
     TimeCurve                    gpu_ns; // of the GPU's share with n experts to copy

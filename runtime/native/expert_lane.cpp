@@ -106,7 +106,7 @@ bool ExpertLane::compile(const ExpertBlock & block, const ExpertBlock * next, bo
         step.inputs.push_back({block.x, (is_batch ? family.batch_gpu_x : family.gpu_x)->data, ggml_nbytes(block.x)});
     }
     step.join = {block.result(), is_batch ? block.result() : family.gpu_results.back(), family.cpu_results.back()->data,
-                 static_cast<const ExpertColumns *>(family.columns->data)};
+                 static_cast<const ExpertColumns *>((bridge.can_copy_within_gpu() ? family.gpu_columns : family.columns)->data)};
     if (is_batch) {
         step.batch = std::make_unique<ExpertBatch>();
         return step.batch->create(block, family, graph);
@@ -182,7 +182,7 @@ int ExpertLane::n_to_stream(const ExpertFamily & family, int n_missing, bool has
     int          best      = 0;
     double       best_time = 0.0;
     for (int n = 0; n <= n_missing; n++) {
-        const double both = std::max(family.gpu_ns.at(n), family.cpu_ns.at(n_missing - n));
+        const double both = std::max(behind + family.gpu_ns.at(n), family.cpu_ns.at(n_missing - n));
         const double idle = std::min(std::max(0.0, both + glue_ns_ - behind - n * link), family.n_used() * link);
         const double time = both - value * idle;
         if (n == 0 || time < best_time) {
@@ -326,7 +326,9 @@ ggml_status ExpertLane::run(Step & step, ActivationBridge & bridge, uint32_t rou
     int       n_cpu      = 0;
     const int n_streamed = decide(layer, share.prediction != nullptr, slots, ids, n_cpu);
     copies_.push_back({family.gpu_ids->data, slots, ggml_nbytes(family.gpu_ids)});
-    if (!bridge.can_copy_within_gpu()) {
+    if (bridge.can_copy_within_gpu()) {
+        copies_.push_back({family.gpu_columns->data, family.columns->data, sizeof(int32_t) * static_cast<size_t>(family.n_used())});
+    } else {
         copies_.push_back({family.gpu_x->data, family.cpu_x->data, ggml_nbytes(family.gpu_x)});
     }
     const int64_t decided = now_ns();

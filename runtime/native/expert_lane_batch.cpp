@@ -20,8 +20,11 @@ ggml_status ExpertLane::run_batch(Step & step, ActivationBridge & bridge, uint32
     const int     n_slots    = family.cache->n_slots() + static_cast<int>(family.spares.size());
     const int     n_cpu      = division_.place(n_slots, static_cast<ExpertColumns *>(family.columns->data)->sources,
                                                static_cast<int32_t *>(family.slot_ids->data), static_cast<int32_t *>(family.cpu_ids->data));
-    copies_.push_back({family.batch_gpu_ids->data, family.slot_ids->data, sizeof(int32_t) * static_cast<size_t>(ggml_nelements(block.ids))});
-    if (!bridge.can_copy_within_gpu()) {
+    const size_t n_columns = static_cast<size_t>(ggml_nelements(block.ids));
+    copies_.push_back({family.batch_gpu_ids->data, family.slot_ids->data, sizeof(int32_t) * n_columns});
+    if (bridge.can_copy_within_gpu()) {
+        copies_.push_back({family.gpu_columns->data, family.columns->data, sizeof(int32_t) * n_columns});
+    } else {
         copies_.push_back({family.batch_gpu_x->data, family.batch_cpu_x->data, ggml_nbytes(block.x)});
     }
     counters_.n_cpu += n_cpu;

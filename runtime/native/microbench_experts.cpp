@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t N_ELEMENTS = 256; // of the activations that cross: next to nothing
 constexpr int     WARM_RUNS  = 3;   // CUDA captures a graph in its second run
+constexpr int     MAX_COPIES = 256; // in one round
 
 class ExpertCopyBench {
   public:
@@ -190,7 +191,7 @@ class ExpertCopies final : public CopyLoad {
 
     int64_t size_bytes() const override { return target->ne[0]; }
 
-    int max_copies() const override { return max_expert_copies; }
+    int max_copies() const override { return MAX_COPIES; }
 
   private:
     ggml_backend_t                    experts;

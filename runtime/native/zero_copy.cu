@@ -3,6 +3,7 @@
 #include "clock.h"
 #include "cuda_stream.h"
 
+#include <algorithm>
 #include <cuda_runtime.h>
 #include <new>
 #include <stdlib.h>
@@ -59,10 +60,21 @@ __device__ void wait_for(const volatile unsigned * flag, unsigned round) {
     }
 }
 
-__global__ void fetch_kernel(Segments segments, const volatile unsigned * computed, unsigned round) {
-    if (threadIdx.x == 0) {
-        wait_for(computed, round);
+// Wait for the host. Only the first block asks over the link: what many ask for takes each of them longer, and copies too.
+__device__ void wait_for_host(const volatile unsigned * flag, volatile unsigned * seen, unsigned round) {
+    if (blockIdx.x == 0) {
+        wait_for(flag, round);
         __threadfence_system();
+        *seen = round;
+    } else {
+        wait_for(seen, round);
+        __threadfence_system();
+    }
+}
+
+__global__ void fetch_kernel(Segments segments, const volatile unsigned * computed, volatile unsigned * seen, unsigned round) {
+    if (threadIdx.x == 0) {
+        wait_for_host(computed, seen, round);
     }
     __syncthreads();
     for (int i = 0; i < segments.count; i++) {
@@ -72,12 +84,12 @@ __global__ void fetch_kernel(Segments segments, const volatile unsigned * comput
 
 constexpr int    copy_blocks = 16; // fill a PCIe 5 x16 link; more were slower beside other work
 constexpr size_t copy_chunk  = 16 * 1024;
+constexpr int    copies_per_launch = 64;
 
-// In pinned memory, written by the host for every expert block. A list of another round is not carried out: that round
-// was given up.
+// An argument of a kernel: reading it from host memory would take two trips over a busy link before the first copy.
 struct CopyList {
-    unsigned round, count;
-    HostCopy copies[max_expert_copies];
+    unsigned count;
+    HostCopy copies[copies_per_launch];
 };
 
 struct ShareTime { // in pinned memory, written by the GPU
@@ -93,15 +105,6 @@ __device__ unsigned long long global_ns() {
 
 __global__ void wait_kernel(const volatile unsigned * flag, unsigned round) {
     wait_for(flag, round);
-    __threadfence_system();
-}
-
-// Before the GPU's share of an expert block: what it reads was copied.
-__global__ void begin_share_kernel(const volatile unsigned * decided, const volatile unsigned * copied, unsigned round,
-                                   unsigned long long * start_ns) {
-    wait_for(decided, round);
-    *start_ns = global_ns();
-    wait_for(copied, round);
     __threadfence();
 }
 
@@ -114,23 +117,15 @@ __global__ void end_share_kernel(const unsigned long long * start_ns, volatile S
 }
 
 // Weights of several experts at once: the SMs read pinned memory themselves, without a copy engine's start per piece.
-// The last block to finish sets `copied`. `arrived` counts blocks and returns to zero.
-__global__ void copy_list_kernel(const CopyList * list, unsigned * arrived, volatile unsigned * copied, unsigned round) {
-    __shared__ CopyList local;
-    constexpr unsigned  words_per_copy = sizeof(HostCopy) / sizeof(size_t);
-    static_assert(sizeof(HostCopy) == 3 * sizeof(size_t), "copied word by word");
-    if (threadIdx.x == 0) {
-        const volatile CopyList * written = list;
-        local.count                       = written->round == round ? written->count : 0;
+// The last block to finish sets `copied`, if given. `arrived` counts blocks and returns to zero.
+__global__ void copy_list_kernel(CopyList list, unsigned * arrived, volatile unsigned * copied, unsigned round,
+                                 unsigned long long * start_ns) {
+    if (start_ns != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+        *start_ns = global_ns();
     }
-    __syncthreads();
-    for (unsigned i = threadIdx.x; i < local.count * words_per_copy; i += blockDim.x) {
-        reinterpret_cast<size_t *>(local.copies)[i] = reinterpret_cast<const volatile size_t *>(list->copies)[i];
-    }
-    __syncthreads();
     unsigned chunk = 0; // of all copies together; blocks take chunks in turn
-    for (unsigned i = 0; i < local.count; i++) {
-        const HostCopy copy     = local.copies[i];
+    for (unsigned i = 0; i < list.count; i++) {
+        const HostCopy copy     = list.copies[i];
         const unsigned n_chunks = static_cast<unsigned>((copy.bytes + copy_chunk - 1) / copy_chunk);
         for (unsigned c = (blockIdx.x + gridDim.x - chunk % gridDim.x) % gridDim.x; c < n_chunks; c += gridDim.x) {
             const size_t begin = c * copy_chunk;
@@ -155,6 +150,9 @@ __global__ void copy_list_kernel(const CopyList * list, unsigned * arrived, vola
         }
         chunk += n_chunks;
     }
+    if (copied == nullptr) {
+        return;
+    }
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0 && atomicAdd(arrived, 1) == gridDim.x - 1) {
@@ -166,12 +164,11 @@ __global__ void copy_list_kernel(const CopyList * list, unsigned * arrived, vola
 
 // One block per column.
 __global__ void join_kernel(char * result, size_t bytes, const char * gpu_columns, const char * cpu_columns,
-                            const volatile ExpertColumns * columns, const volatile unsigned * computed,
+                            const volatile ExpertColumns * columns, const volatile unsigned * computed, volatile unsigned * seen,
                             const volatile unsigned * experts_done, unsigned round) {
     __shared__ int source;
     if (threadIdx.x == 0) {
-        wait_for(computed, round);
-        __threadfence_system();
+        wait_for_host(computed, seen, round);
         wait_for(experts_done, round);
         __threadfence();
         source = columns->sources[blockIdx.x];
@@ -203,8 +200,10 @@ class ZeroCopyBridge final : public ActivationBridge {
         new (bridge->pinned_) Pinned();
         bridge->compute_         = compute;
         bridge->experts_         = experts;
+        // Streams that share a queue of the GPU wait for each other: what a kernel waits for must not be queued behind it.
         const char * blocking    = getenv("CUDA_LAUNCH_BLOCKING");
-        bridge->launches_block_ = blocking != nullptr && strcmp(blocking, "0") != 0;
+        const char * queues      = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+        bridge->launches_block_ = (blocking != nullptr && strcmp(blocking, "0") != 0) || (queues != nullptr && atoi(queues) < min_queues);
         return bridge;
     }
 
@@ -240,15 +239,14 @@ class ZeroCopyBridge final : public ActivationBridge {
         for (size_t i = 0; i < crossings.size();) {
             Segments segments = {};
             i                 = fill(segments, crossings, i, false);
-            fetch_kernel<<<blocks_for(segments), threads_per_block, 0, stream_>>>(segments, &pinned_->computed.value, round);
+            fetch_kernel<<<blocks_for(segments), threads_per_block, 0, stream_>>>(segments, &pinned_->computed.value,
+                                                                                  &device_->computed_seen.value, round);
         }
         return cudaPeekAtLastError() == cudaSuccess;
     }
 
     void abandon(uint32_t round) override {
-        set(pinned_->decided, round);
-        set(pinned_->decided_ahead, round);
-        n_ahead_decided_ = n_ahead_enqueued_;
+        copy({}, &device_->copied.value, round);
         mark_computed(round);
     }
 
@@ -267,9 +265,7 @@ class ZeroCopyBridge final : public ActivationBridge {
     }
 
     bool decide_experts(const ExpertShare & share, const std::vector<HostCopy> & copies, uint32_t round) override {
-        write(pinned_->copies, copies, round);
-        set(pinned_->decided, round);
-        return !is_late(share) || enqueue_experts(share, round);
+        return copy(copies, &device_->copied.value, round) && (!is_late(share) || enqueue_experts(share, round));
     }
 
     int64_t share_ns(uint32_t round) override {
@@ -282,20 +278,20 @@ class ZeroCopyBridge final : public ActivationBridge {
     bool wait_predicted(uint32_t round, int64_t max_ns) override { return is_reached(pinned_->predicted, round, max_ns); }
 
     bool copy_ahead(const ExpertShare &, const std::vector<HostCopy> & copies, uint32_t round) override {
-        write(pinned_->ahead[n_ahead_decided_++ % 2], copies, round);
-        set(pinned_->decided_ahead, round);
-        return true;
+        return copies.empty() || copy(copies, nullptr, round);
     }
 
     bool join_experts(const ExpertJoin & join, uint32_t round) override {
         join_kernel<<<static_cast<unsigned>(ggml_nrows(join.result)), threads_per_block, 0, stream_>>>(
             static_cast<char *>(join.result->data), join.result->nb[1], static_cast<const char *>(join.gpu_columns->data),
-            static_cast<const char *>(join.cpu_columns), join.columns, &pinned_->computed.value, &device_->experts_done.value, round);
+            static_cast<const char *>(join.cpu_columns), join.columns, &pinned_->computed.value, &device_->computed_seen.value,
+            &device_->experts_done.value, round);
         return cudaPeekAtLastError() == cudaSuccess;
     }
 
   private:
     static constexpr int64_t failure_check_ns = 500000000;
+    static constexpr int     min_queues       = 8; // CUDA's default; more than one engine's streams
 
     bool is_late(const ExpertShare & share) const { return launches_block_ || share.is_late; }
 
@@ -305,14 +301,12 @@ class ZeroCopyBridge final : public ActivationBridge {
 
     struct Pinned {
         Flag      published, predicted, scratch; // by the GPU
-        Flag      computed, decided, decided_ahead; // by the host
+        Flag      computed; // by the host
         ShareTime share_time;
-        CopyList  copies;
-        CopyList  ahead[2]; // in turn: the last one may still be waiting when the next one is written
     };
 
     struct Device {
-        Flag               copied, copied_ahead, experts_done;
+        Flag               computed_seen, copied, experts_done;
         unsigned           n_publishing, n_copying; // blocks that are through
         unsigned long long share_start_ns;
     };
@@ -326,7 +320,7 @@ class ZeroCopyBridge final : public ActivationBridge {
     // CUDA loads a kernel when it is first used, and must not have to while others wait for the host.
     static bool load_kernels() {
         cudaFuncAttributes unused;
-        for (const void * kernel : {(const void *) publish_kernel, (const void *) fetch_kernel, (const void *) wait_kernel, (const void *) begin_share_kernel,
+        for (const void * kernel : {(const void *) publish_kernel, (const void *) fetch_kernel, (const void *) wait_kernel,
                                     (const void *) end_share_kernel, (const void *) copy_list_kernel, (const void *) join_kernel}) {
             if (cudaFuncGetAttributes(&unused, kernel) != cudaSuccess) {
                 return false;
@@ -355,10 +349,20 @@ class ZeroCopyBridge final : public ActivationBridge {
         return true;
     }
 
-    static void write(CopyList & list, const std::vector<HostCopy> & copies, uint32_t round) {
-        list.round = round;
-        list.count = static_cast<unsigned>(copies.size());
-        memcpy(list.copies, copies.data(), copies.size() * sizeof(HostCopy));
+    // Behind all earlier copies; then set `copied`.
+    bool copy(const std::vector<HostCopy> & copies, volatile unsigned * copied, uint32_t round) {
+        size_t i = 0;
+        do {
+            CopyList list;
+            list.count         = static_cast<unsigned>(std::min<size_t>(copies.size() - i, copies_per_launch));
+            const bool is_last = i + list.count == copies.size();
+            const bool is_timed = i == 0 && copied != nullptr;
+            memcpy(list.copies, copies.data() + i, list.count * sizeof(HostCopy));
+            copy_list_kernel<<<copy_blocks, threads_per_block, 0, copy_stream_>>>(list, &device_->n_copying, is_last ? copied : nullptr, round,
+                                                                                  is_timed ? &device_->share_start_ns : nullptr);
+            i += list.count;
+        } while (i < copies.size());
+        return cudaPeekAtLastError() == cudaSuccess;
     }
 
     bool publish(const std::vector<Crossing> & crossings, volatile unsigned * published, uint32_t round) {
@@ -375,14 +379,7 @@ class ZeroCopyBridge final : public ActivationBridge {
     }
 
     bool enqueue_experts(const ExpertShare & share, uint32_t round) {
-        wait_kernel<<<1, 1, 0, copy_stream_>>>(&pinned_->decided.value, round);
-        copy_list_kernel<<<copy_blocks, threads_per_block, 0, copy_stream_>>>(&pinned_->copies, &device_->n_copying, &device_->copied.value, round);
-        if (share.prediction != nullptr) {
-            wait_kernel<<<1, 1, 0, copy_stream_>>>(&pinned_->decided_ahead.value, round);
-            copy_list_kernel<<<copy_blocks, threads_per_block, 0, copy_stream_>>>(&pinned_->ahead[n_ahead_enqueued_++ % 2],
-                                                                                  &device_->n_copying, &device_->copied_ahead.value, round);
-        }
-        begin_share_kernel<<<1, 1, 0, experts_stream_>>>(&pinned_->decided.value, &device_->copied.value, round, &device_->share_start_ns);
+        wait_kernel<<<1, 1, 0, experts_stream_>>>(&device_->copied.value, round);
         if (ggml_backend_graph_compute_async(experts_, share.graph) != GGML_STATUS_SUCCESS) {
             return false;
         }
@@ -417,7 +414,6 @@ class ZeroCopyBridge final : public ActivationBridge {
     cudaStream_t   copy_stream_    = nullptr; // experts on their way, in the order of their use
     Pinned *       pinned_         = nullptr;
     Device *       device_         = nullptr; // in VRAM
-    unsigned       n_ahead_enqueued_ = 0, n_ahead_decided_ = 0;
     bool           launches_block_ = false;
 };
 
