@@ -66,14 +66,17 @@ def lower_bound(problem: DecodeProblem) -> tuple[float, float]:
 
 
 def plain_hybrid(problem: DecodeProblem, ring_bytes: int) -> Candidate:
-    """Return the best candidate that streams nothing while decoding; the ring is kept free for prompts."""
+    """Return the best candidate that streams nothing while decoding.
+
+    `ring_bytes` are kept free for prompts, and whatever no further unit fits into.
+    """
     problem = replace(problem, experts=None)
     undisturbed = replace(problem, costs=replace(problem.costs, cpu_slowdown=1.0))
     counts = _resident_counts(undisturbed, 1.0, 1.0, ring_bytes)
-    candidates = [
-        _candidate(problem, _classes(problem, residents, ()), ring_bytes)
-        for residents in _distinct(resident_patterns(problem.groups, counts))
-    ]
+    candidates = []
+    for residents in _distinct(resident_patterns(problem.groups, counts)):
+        classes = _classes(problem, residents, ())
+        candidates.append(_candidate(problem, classes, problem.room_bytes(classes) if ring_bytes else 0))
     return min(candidates, key=lambda candidate: candidate.seconds)
 
 

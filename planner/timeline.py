@@ -67,7 +67,8 @@ def simulate(
     """
     program = _Program(graph, costs, classes, ring_bytes, may_merge)
     streams = program.streams
-    blockers = ring_blockers([graph.ring_bytes[use] for use in streams], ring_bytes)
+    ends = [end for kind, _, first, end, _ in program.operations if kind == _LAUNCH for _ in range(int(first), end)]
+    blockers = ring_blockers([graph.ring_bytes[use] for use in streams], ends, ring_bytes)
     alone_link = sum(costs.link[use] for use in streams)
     alone_cpu = sum(operation[1] for operation in program.operations if operation[0] == _COMPUTE)
     experts = program.expert_steps
@@ -105,11 +106,20 @@ def simulate(
     )
 
 
-def ring_blockers(sizes_bytes: Sequence[int], ring_bytes: int) -> list[int]:
+def ring_blockers(sizes_bytes: Sequence[int], launch_ends: Sequence[int], ring_bytes: int) -> list[int]:
     """Return for every stream how many uses back (cyclically, 1..n) the last use of an overlapping region lies.
 
-    Regions follow each other and start again at 0 where one does not fit. A copy may start when that use is over.
+    A copy may start when that use is over. Regions follow each other and start again at 0 where one does not fit; if
+    copies get farther ahead that way, launches (`launch_ends`: the end of each stream's) take turns at the ring's ends.
     """
+    blockers = _blockers(sizes_bytes, _in_turn(sizes_bytes, ring_bytes))
+    if not sizes_bytes or 3 * max(sizes_bytes) <= ring_bytes:
+        return blockers
+    others = _blockers(sizes_bytes, _at_both_ends(sizes_bytes, launch_ends, ring_bytes))
+    return others if sum(others) > sum(blockers) else blockers
+
+
+def _in_turn(sizes_bytes: Sequence[int], ring_bytes: int) -> list[int]:
     starts = []
     following = 0
     for size in sizes_bytes:
@@ -117,6 +127,23 @@ def ring_blockers(sizes_bytes: Sequence[int], ring_bytes: int) -> list[int]:
             following = 0
         starts.append(following)
         following += size
+    return starts
+
+
+def _at_both_ends(sizes_bytes: Sequence[int], launch_ends: Sequence[int], ring_bytes: int) -> list[int]:
+    starts: list[int] = []
+    is_at_start = True
+    while len(starts) < len(sizes_bytes):
+        sizes = sizes_bytes[len(starts) : launch_ends[len(starts)]]
+        following = 0 if is_at_start else ring_bytes - sum(sizes)
+        for size in sizes:
+            starts.append(following)
+            following += size
+        is_at_start = not is_at_start
+    return starts
+
+
+def _blockers(sizes_bytes: Sequence[int], starts: Sequence[int]) -> list[int]:
     n = len(sizes_bytes)
     blockers = []
     for i in range(n):

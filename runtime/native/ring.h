@@ -12,5 +12,6 @@ struct RingSlot {
 };
 
 // Give every streamed weight a fixed region, so that addresses repeat from token to token and CUDA graphs replay.
-// `sizes` are padded sizes in order of use. Every size must be at most ring_bytes.
-std::vector<RingSlot> layout_ring(const std::vector<size_t> & sizes, size_t ring_bytes);
+// `sizes` are padded sizes in order of use; `launch_ends` tells for each the end of its launch, as an index: those of one
+// launch never overlap, if they fill half the ring at most. Every size must be at most ring_bytes.
+std::vector<RingSlot> layout_ring(const std::vector<size_t> & sizes, const std::vector<int> & launch_ends, size_t ring_bytes);

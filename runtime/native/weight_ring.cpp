@@ -109,9 +109,14 @@ bool WeightRing::set_sequence(const Program & program, size_t ring_bytes) {
         ggml_backend_event_record(all_read_, compute_);
         ggml_backend_event_wait(transfer_, all_read_);
     }
-    slots_ = layout_ring(padded, size_bytes());
     weights_.resize(n);
     group_ends_.assign(n, 0);
+    for (const Operation & operation : program.operations) {
+        for (int i = operation.first_stream; i < operation.last_stream; i++) {
+            group_ends_[i] = operation.last_stream;
+        }
+    }
+    slots_ = layout_ring(padded, group_ends_, size_bytes() / slot_alignment * slot_alignment);
     copies_.resize(n);
     paddings_.assign(n, ggml_tensor{});
     arrived_.assign(n, nullptr);
@@ -136,9 +141,6 @@ bool WeightRing::set_sequence(const Program & program, size_t ring_bytes) {
         }
     }
     for (const Operation & operation : program.operations) {
-        for (int i = operation.first_stream; i < operation.last_stream; i++) {
-            group_ends_[i] = operation.last_stream;
-        }
         if (operation.last_stream > operation.first_stream) {
             arrived_[operation.last_stream - 1] = ggml_backend_event_new(device_); // null on devices without events
             read_[operation.last_stream - 1]    = ggml_backend_event_new(device_);

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <numeric>
 #include <random>
 #include <set>
 #include <string>
@@ -170,6 +171,19 @@ static void test_outputs_are_fetched() {
     expect(block.compile(), block, "launch(norm,gate,up,glu) publish(glu) compute(down) fetch(down) launch(sum)");
 }
 
+// The end of each use's launch: one weight of any size, or several that fill half the ring at most.
+static std::vector<int> random_launches(std::mt19937 & random, const std::vector<size_t> & sizes, size_t ring) {
+    std::vector<int> ends;
+    for (size_t first = 0, last; first < sizes.size(); first = last) {
+        size_t bytes = sizes[first];
+        for (last = first + 1; last < sizes.size() && random() % 3 != 0 && 2 * (bytes + sizes[last]) <= ring; last++) {
+            bytes += sizes[last];
+        }
+        ends.resize(last, static_cast<int>(last));
+    }
+    return ends;
+}
+
 static void test_ring_regions_are_free_when_copied() {
     std::mt19937 random(1);
     for (int round = 0; round < 2000; round++) {
@@ -179,7 +193,7 @@ static void test_ring_regions_are_free_when_copied() {
             size = 1 + random() % 40;
         }
         const size_t                ring  = *std::max_element(sizes.begin(), sizes.end()) + random() % 100;
-        const std::vector<RingSlot> slots = layout_ring(sizes, ring);
+        const std::vector<RingSlot> slots = layout_ring(sizes, random_launches(random, sizes, ring), ring);
         // Run three rounds; owner[b] is the latest use whose copy lies at byte b.
         std::vector<int> owner(ring, -1);
         for (int use = 0; use < 3 * n; use++) {
@@ -206,16 +220,30 @@ static void test_half_a_ring_never_blocks_itself() {
         for (size_t & size : sizes) {
             size = 1 + random() % 40;
         }
-        const size_t                ring  = 80 + random() % 100;
-        const std::vector<RingSlot> slots = layout_ring(sizes, ring);
-        for (int first = 0; first < n; first++) {
-            size_t bytes = 0;
-            for (int use = first; use < n && bytes + sizes[use] <= ring / 2; use++) {
-                bytes += sizes[use];
-                CHECK(slots[use].blocker_distance > use - first); // nobody in the same group stands in the way
+        const size_t                ring     = 40 + random() % 140;
+        const std::vector<int>      launches = random_launches(random, sizes, ring);
+        const std::vector<RingSlot> slots    = layout_ring(sizes, launches, ring);
+        for (int first = 0; first < n; first = launches[first]) {
+            for (int use = first; use < launches[first]; use++) {
+                CHECK(slots[use].blocker_distance > use - first); // nobody in the same launch stands in the way
             }
         }
     }
+}
+
+static void test_two_large_weights_are_apart() {
+    const auto distances = [](const std::vector<size_t> & sizes, size_t ring) {
+        std::vector<int> launches(sizes.size());
+        std::iota(launches.begin(), launches.end(), 1);
+        std::vector<int> found;
+        for (const RingSlot & slot : layout_ring(sizes, launches, ring)) {
+            found.push_back(slot.blocker_distance);
+        }
+        return found;
+    };
+    // In turn, the third would start at 0 and overlap both others. At both ends every copy has one launch to hide behind.
+    CHECK((distances({5, 5, 7, 5, 5, 7}, 12) == std::vector<int>{2, 2, 2, 2, 2, 2}));
+    CHECK((distances({2, 2, 2, 2, 2, 2}, 12) == std::vector<int>{6, 6, 6, 6, 6, 6}));
 }
 
 int main() {
@@ -229,6 +257,7 @@ int main() {
     test_outputs_are_fetched();
     test_ring_regions_are_free_when_copied();
     test_half_a_ring_never_blocks_itself();
+    test_two_large_weights_are_apart();
     printf(n_failed == 0 ? "all passed\n" : "%d checks failed\n", n_failed);
     return n_failed == 0 ? 0 : 1;
 }

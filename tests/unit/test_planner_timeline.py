@@ -216,9 +216,9 @@ def _check_dependencies(graph: Graph, classes: Sequence[WeightClass], timeline: 
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(9, 30))
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(27, 60))
 def test_ring_regions_are_free_when_the_blocker_is_done(sizes: list[int], ring_bytes: int) -> None:
-    blockers = ring_blockers(sizes, ring_bytes)
+    blockers = ring_blockers(sizes, range(1, len(sizes) + 1), ring_bytes)
     starts, following = [], 0
     for size in sizes:
         following = 0 if following + size > ring_bytes else following
@@ -233,6 +233,12 @@ def test_ring_regions_are_free_when_the_blocker_is_done(sizes: list[int], ring_b
 
 
 def test_ring_layout_by_hand() -> None:
-    assert ring_blockers([4, 4, 4], 8) == [1, 3, 2]  # regions 0-4, 4-8, 0-4; the next round's first follows the third
-    assert ring_blockers([5], 8) == [1]
-    assert ring_blockers([3, 3, 3, 3], 12) == [4, 4, 4, 4]
+    assert ring_blockers([4, 4, 4], [1, 2, 3], 8) == [1, 3, 2]  # 0-4, 4-8, 0-4; the next round's first follows the third
+    assert ring_blockers([5], [1], 8) == [1]
+    assert ring_blockers([3, 3, 3, 3], [1, 2, 3, 4], 12) == [4, 4, 4, 4]
+
+
+def test_large_weights_take_turns_at_the_ends_of_the_ring() -> None:
+    """In turn, the third would start at 0 and overlap both others: its copy could not hide behind a launch."""
+    assert ring_blockers([5, 5, 7, 5, 5, 7], [1, 2, 3, 4, 5, 6], 12) == [2, 2, 2, 2, 2, 2]
+    assert ring_blockers([2, 3, 7, 2, 3, 7], [2, 2, 3, 5, 5, 6], 12) == [3, 3, 3, 3, 3, 3]  # of one launch: side by side
