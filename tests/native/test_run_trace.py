@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,8 @@ from planner.errors import DeviceError, UsageError
 from planner.plan import Plan
 from planner.records import read_record, write_record
 from planner.trace import Change, Trace
-from runtime import commands
+from profiler.detect import detect_software
+from runtime import build, commands
 from runtime.engine import PlanEngine
 from runtime.inspect_model import inspect_model
 from runtime.report import describe_changes
@@ -78,6 +83,24 @@ def test_however_the_run_ends(
     result = invoke(*run_command, "-p", PROMPT)
     assert result.exit_code != 0
     assert len(read_record(tmp_path / "trace.json", Trace).tokens) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_process_that_is_ended(run_command: list[str], plan: Plan, tmp_path: Path, number: signal.Signals) -> None:
+    write_record(tmp_path / "plan.json", replace(plan, software=detect_software()))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "atsplan", *run_command, "-p", PROMPT, "-n", "500", "--temp", "1.5", "--anyway"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(build.__file__).parents[1],
+    )  # fmt: skip
+    assert process.stdout is not None
+    seen = process.stdout.read(len(PROMPT) + 20)
+    process.send_signal(number)
+    rest, errors = process.communicate(timeout=60)
+    assert seen.startswith(PROMPT), errors
+    assert (process.returncode, rest[-1:]) == (128 + number, "\n")
+    assert "Traceback" not in errors
+    assert "The trace is in " in errors
+    assert 0 < len(read_record(tmp_path / "trace.json", Trace).tokens) < 499
 
 
 def test_a_missing_folder_is_said_before_anything_is_loaded(
