@@ -103,6 +103,20 @@ def test_the_scripts_do_what_the_plan_says(plan: Plan, plan_path: Path, smollm2:
     assert python(str(script)) == text + "\n"
 
 
+def test_a_stale_settings_file(plan: Plan, plan_path: Path, smollm2: Path, tmp_path: Path) -> None:
+    """Programs that need it say so; atsplan's own commands do not look at it."""
+    script, settings = tmp_path / "run.py", plan_path.with_suffix(".settings")
+    script.write_text(invoke("--plan", str(plan_path), "--model", str(smollm2), "--to", "python").stdout)
+    for text, problem in (("weight a b c\n", ":1: expected 'option NAME VALUE'"), (None, "cannot read ")):
+        settings.unlink() if text is None else settings.write_text(text)
+        result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+        assert result.returncode != 0
+        assert problem in result.stderr
+        assert "ATSPLAN_SETTINGS names this file: export the plan again." in result.stderr
+    asking = f"import os; os.environ['ATSPLAN_SETTINGS'] = {str(settings)!r}; from runtime.library import load; "
+    assert python("-c", f"{asking}print(load('sim').device)") == "sim\n"
+
+
 def test_command_lines(plan: Plan, plan_path: Path, smollm2: Path, native_helper: Path) -> None:
     for target, separator in (("llama-server", ","), ("llama-bench", ";")):
         result = invoke("--plan", str(plan_path), "--model", str(smollm2), "--to", target)
