@@ -163,7 +163,9 @@ def test_the_command(plan_path: Path, smollm2: Path, tmp_path: Path) -> None:
     [
         (["--pressure", "--static"], "--pressure measures the plan alone"),
         (["--pressure", "--against", "llama.cpp"], "--pressure measures the plan alone"),
-        (["--png", "p.png"], "Add --pressure"),
+        (["--pressure", "--repeat", "5", "--depth", "0"], "Leave --depth, --repeat."),  # though these are the defaults
+        (["--png", "p.png"], "--png: that is for a measurement under load. Add --pressure."),
+        (["--phase-seconds", "20"], "--phase-seconds: that is for a measurement under load. Add --pressure."),
     ],
 )
 def test_options_that_do_not_go_together(options: list[str], message: str) -> None:

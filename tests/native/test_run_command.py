@@ -16,7 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from planner.errors import AtsplanError, DeviceError
+from planner.errors import AtsplanError, DeviceError, UsageError
 from planner.hardware import Hardware, Software
 from planner.plan import Plan
 from planner.records import write_record
@@ -221,6 +221,12 @@ def test_an_empty_prompt(plan_path: Path, smollm2: Path) -> None:
     result = invoke("run", "--plan", str(plan_path), "--model", str(smollm2), "-p", "")
     assert isinstance(result.exception, AtsplanError)
     assert "The prompt is empty" in result.exception.message
+
+
+def test_options_for_a_prompt_are_refused_in_a_chat() -> None:
+    result = invoke("run", "--plan", "plan.json", "--stats", "--context-shift")
+    assert isinstance(result.exception, UsageError)
+    assert "leave --context-shift, --stats." in result.exception.remedy
 
 
 def test_a_chat_asks_on_the_terminal() -> None:
