@@ -167,6 +167,14 @@ def malformed_plan(plan_path: Path, plan: Plan, smollm2: Path) -> str:
     return str(smollm2)
 
 
+def weight_in_vram_for_one_phase(plan_path: Path, plan: Plan, smollm2: Path) -> str:
+    raw = json.loads(plan_path.read_text())
+    index = next(i for i, item in enumerate(raw["placements"]) if item["decode"] == "stream")
+    raw["placements"][index]["prefill"] = "gpu"
+    plan_path.write_text(json.dumps(raw))
+    return str(smollm2)
+
+
 def forgotten_weight(plan_path: Path, plan: Plan, smollm2: Path) -> str:
     write_record(plan_path, replace(plan, placements=plan.placements[:-2]))
     return str(smollm2)
@@ -188,6 +196,7 @@ def unknown_cache_type(plan_path: Path, plan: Plan, smollm2: Path) -> str:
         (other_machine, "made for another machine (no GPU instead of sim"),
         (absent_gpu, "There is no cuda0 here"),
         (malformed_plan, "placements.17.decode"),
+        (weight_in_vram_for_one_phase, "decode and prefill must both be gpu or neither; they are stream, gpu"),
         (forgotten_weight, "no placement for"),
         (unknown_cache_type, "no KV cache of the type 'q9_9'"),
     ],
