@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from runtime.library import Library, load
 from runtime.report import describe_experts
 from runtime.session import LoadSettings
 from tests.native.engine_plans import plan_for, random_placements
+from tests.native.sanitized import run_program
 
 # deepseek2: shared experts and one dense layer; gpt-oss: biases, so that only single products are recognised;
 # qwen2moe: a gated shared expert; fused: gate and up are one tensor.
@@ -290,13 +290,8 @@ def test_the_counts_in_words() -> None:
     assert text == "30.0 in VRAM, 20.0 streamed, 50.0 on the CPU per decoded token; hit rate 30%"
 
 
-def test_the_policy_of_the_cache(tmp_path: Path) -> None:
-    program = tmp_path / "expert_cache_test"
+def test_the_policy_of_the_cache(tmp_path: Path, llama_headers: Path) -> None:
     names = ("expert_cache.cpp", "expert_division.cpp", "prediction_trial.cpp")
-    sources = [Path(__file__).with_name("expert_cache_test.cpp"), *(build.SOURCE_FOLDER / name for name in names)]
-    sanitizers = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    compiler = build.find_compilers(build.find_llama()).cxx
-    command = [compiler, *build.CXX_FLAGS, "-Werror", *sanitizers, f"-I{build.SOURCE_FOLDER}", *map(str, sources)]
-    subprocess.run([*command, "-o", str(program)], check=True)
-    result = subprocess.run([program], capture_output=True, text=True, check=False)
+    sources = [build.SOURCE_FOLDER / name for name in names]
+    result = run_program("expert_cache_test", sources, tmp_path, llama_headers)
     assert (result.returncode, result.stdout) == (0, "all passed\n"), result.stdout + result.stderr
