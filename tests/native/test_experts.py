@@ -20,11 +20,10 @@ from profiler.synthetic_transformer import Builder
 from runtime import build
 from runtime.bindings import Statistics
 from runtime.engine import Engine, PlanEngine
-from runtime.inspect_model import inspect_model
 from runtime.library import Library, load
 from runtime.report import describe_experts
 from runtime.session import LoadSettings
-from tests.native.engine_plans import plan_for, random_placements
+from tests.native.engine_plans import plan_for, random_placements, weights_of
 from tests.native.sanitized import run_program
 
 # deepseek2: shared experts and one dense layer; gpt-oss: biases, so that only single products are recognised;
@@ -59,7 +58,7 @@ def _fused_expert_ffn(builder: Builder, block: str, n_embd: int, n_ff: int, n_ex
 
 @pytest.fixture(scope="module")
 def weights(library: Library, models: dict[str, Path]) -> dict[str, tuple[WeightUse, ...]]:
-    return {name: inspect_model(path, "sim", [256], [64]).weights_decode for name, path in models.items()}
+    return {name: weights_of(path, 256, 64) for name, path in models.items()}
 
 
 @pytest.fixture(scope="module")

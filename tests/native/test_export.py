@@ -23,11 +23,10 @@ from runtime import build, verify
 from runtime.cli import register
 from runtime.engine import PlanEngine
 from runtime.export import settings_text
-from runtime.inspect_model import inspect_model
 from runtime.library import load
 from runtime.placement import device_options
 from runtime.sampling import Sampler
-from tests.native.engine_plans import plan_for, random_placements
+from tests.native.engine_plans import plan_for, random_placements, weights_of
 
 # Runs the exported script, then decodes one token and tells what the helper was told and what it did.
 ASK_THE_HELPER = """
@@ -64,7 +63,7 @@ def python(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def plan(native_helper: Path, smollm2: Path) -> Plan:
-    weights = inspect_model(smollm2, "sim", [256], [32]).weights_decode
+    weights = weights_of(smollm2)
     plan = plan_for(smollm2, random_placements(weights, 3), ring_bytes=4 << 20, prefill_min_tokens=5)
     return replace(plan, experts=ExpertPolicy(7 << 20, 3e-4, 2e-4, 1e-5))
 

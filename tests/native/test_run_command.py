@@ -28,11 +28,10 @@ from runtime.bench_worker import Task, run_task
 from runtime.bindings import Helper
 from runtime.cli import register
 from runtime.engine import Engine
-from runtime.inspect_model import inspect_model
 from runtime.library import load
 from runtime.sampling import Sampler
 from runtime.session import LoadSettings
-from tests.native.engine_plans import HARDWARE, plan_for, random_placements
+from tests.native.engine_plans import HARDWARE, plan_for, random_placements, weights_of
 
 SOFTWARE = Software("test", "0.3.36", "", False)
 PROMPT = "The capital of France is"
@@ -52,7 +51,7 @@ def invoke(*arguments: str, stdin: str = "") -> Result:
 
 @pytest.fixture(scope="module")
 def plan(native_helper: Path, smollm2: Path) -> Plan:
-    weights = inspect_model(smollm2, "sim", [512], [64]).weights_decode
+    weights = weights_of(smollm2, 512, 64)
     return plan_for(smollm2, random_placements(weights, 1), n_context=512, n_ubatch=64)
 
 

@@ -17,15 +17,14 @@ from planner.trace import Change, Trace
 from profiler.detect import detect_software
 from runtime import build, commands
 from runtime.engine import PlanEngine
-from runtime.inspect_model import inspect_model
 from runtime.report import describe_changes
-from tests.native.engine_plans import HARDWARE, plan_for, random_placements
+from tests.native.engine_plans import HARDWARE, plan_for, random_placements, weights_of
 from tests.native.test_run_command import PROMPT, invoke
 
 
 @pytest.fixture(scope="module")
 def plan(native_helper: Path, smollm2: Path) -> Plan:
-    weights = inspect_model(smollm2, "sim", [512], [64]).weights_decode
+    weights = weights_of(smollm2, 512, 64)
     return plan_for(smollm2, random_placements(weights, 1), n_context=512, n_ubatch=64)
 
 
