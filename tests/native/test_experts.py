@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +221,29 @@ def test_several_tokens_at_once(
             assert counters.streamed_bytes == 0
         streamed.append(counters.streamed_bytes)
     assert streamed[0] < streamed[1] < streamed[-1]
+
+
+def test_kernels_that_depend_on_the_number_of_columns(library: Library, tmp_path: Path) -> None:
+    """From 8 columns on, llama.cpp computes an expert of K-quants with a kernel that adds up in another order."""
+    spec = replace(synthetic_architectures.synthetic_model("qwen3moe-small"), quantisation="Q4_K_M")
+    (path,) = write_synthetic_model(tmp_path / "model.gguf", spec)
+    weights = weights_of(path, 256, 64)
+    assert {weight.type for weight in weights if weight.op == "MUL_MAT_ID"} == {"q4_K", "q6_K"}  # two kinds of slots
+    _, one = expert_bytes(weights)
+
+    def rows_of(engine: Engine) -> NDArray[np.float32]:
+        with engine:
+            rows = []
+            for n_tokens in (64, 8, 16, 24, 32, 48):
+                engine.evaluate(PROMPT[:n_tokens])
+                rows.append(engine.logits())
+            return np.stack(rows)
+
+    expected = rows_of(Engine(library, path, SETTINGS))
+    for k in range(5):
+        policy = forced(4, k, cache_bytes=40 * one)  # of either kind more slots than a layer has experts
+        plan = plan_for(path, experts_on_the_cpu(weights), n_ubatch=64, experts=policy, prefill_min_tokens=65)
+        np.testing.assert_array_equal(rows_of(PlanEngine(library, path, plan)), expected, err_msg=f"k = {k}")
 
 
 @pytest.mark.parametrize("name", MODELS)
