@@ -20,6 +20,7 @@ from .plan import Plan
 from .plans_cli import Here
 from .plans_cli import register as register_plans
 from .pressure import PressureResult
+from .problem import KV_GRANULE
 from .records import read_record, to_json, write_record
 from .trace import Trace
 from .units import parse_size
@@ -55,7 +56,12 @@ HardwareFile = Annotated[
         show_default="the profile's, here",
     ),
 ]
-NContext = Annotated[int | None, typer.Option("--ctx", min=1, help="Context in tokens.", show_default="the profile's")]
+NContext = Annotated[
+    int | None,
+    typer.Option(
+        "--ctx", min=1, help="Context in tokens.", show_default="the profile's, or more if --workload needs it"
+    ),
+]
 NThreads = Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes the best of those measured.")]
 _PRESETS_TEXT = ", ".join(f"{name} {prompt} + {answer}" for name, (prompt, answer) in PRESETS.items())
 PresetOption = Annotated[
@@ -188,18 +194,17 @@ def register(
 
         if (file is None) == (trace_file is None):
             raise UsageError("There is one file to show.", "Name a plan, a profile or a trace.")
-        if file is None:
-            assert trace_file is not None
-            show_trace(read_record(trace_file, Trace), html=html, png=png)
-            return
+        kinds = (Plan, Profile, Trace, PressureResult) if file else (Trace,)
+        file = file or trace_file
+        assert file is not None
         try:
-            record = library.read_one_of(file, Plan, Profile, Trace, PressureResult)
+            record = library.read_one_of(file, *kinds)
         except InvalidFileError:
             if not timeline and not html and not png and show_other(file):
                 return
             raise
-        if timeline and not isinstance(record, Plan):
-            raise UsageError(f"{file} has no timeline.", "Show a plan.")
+        if (timeline or profile_file) and not isinstance(record, Plan):
+            raise UsageError(f"{file} has no timeline and needs no profile.", "Show a plan.")
         if isinstance(record, Profile):
             show_profile(record, html=html, png=png)
             return
@@ -289,16 +294,22 @@ def make_workload(
     n_generate: int | None,
     kv_types: tuple[str, str] = (Workload.type_k, Workload.type_v),
 ) -> Workload:
-    """Return the workload asked for. Only if nothing was asked for, its token counts shrink with a small context."""
-    n_context = n_context or profile.n_context
+    """Return the workload asked for. Only if no tokens were asked for, their counts shrink with a small context.
+
+    The context is the profile's, or, if the tokens that were asked for need more, the smallest that holds them.
+    """
     prompt, generate = PRESETS[preset or DEFAULT_PRESET]
-    if preset is None and n_prompt is None and n_generate is None and prompt + generate > n_context:
-        generate = n_context // 3
-        prompt = n_context - generate
+    if preset is None and n_prompt is None and n_generate is None:
+        n_context = n_context or profile.n_context
+        if prompt + generate > n_context:
+            generate = n_context // 3
+            prompt = n_context - generate
+    prompt, generate = prompt if n_prompt is None else n_prompt, generate if n_generate is None else n_generate
+    smallest = -(-(prompt + generate) // KV_GRANULE) * KV_GRANULE
     return Workload(
-        n_prompt_tokens=prompt if n_prompt is None else n_prompt,
-        n_generated_tokens=generate if n_generate is None else n_generate,
-        n_context=n_context,
+        n_prompt_tokens=prompt,
+        n_generated_tokens=generate,
+        n_context=n_context or max(profile.n_context, smallest),
         n_ubatch=profile.n_ubatch,
         n_threads=n_threads,
         type_k=kv_types[0],

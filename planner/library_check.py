@@ -68,8 +68,6 @@ def _plan_problems(plan: Plan) -> Iterator[str]:
     names = [placement.name for placement in plan.placements]
     if len(set(names)) != len(names):
         yield "a weight is placed twice"
-    if any((item.decode == "gpu") != (item.prefill == "gpu") for item in plan.placements):
-        yield "a weight is in VRAM for one phase only"
 
 
 def _prediction_problems(plan: Plan, profile: Profile) -> Iterator[str]:

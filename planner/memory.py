@@ -141,7 +141,7 @@ def _context_and_compute(profile: Profile, workload: Workload) -> tuple[int, int
         )
     if workload.n_context > cases[-1].n_context:
         raise InfeasibleError(
-            f"A context of {workload.n_context} tokens was asked for; the profile knows up to {cases[-1].n_context}.",
+            f"A context of {workload.n_context} tokens is needed; the profile knows up to {cases[-1].n_context}.",
             f"Profile again with --ctx {workload.n_context}.",
         )
     above = next(case for case in cases if case.n_context >= workload.n_context)

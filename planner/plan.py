@@ -41,6 +41,13 @@ class Placement:
     prefill: WeightClass
     costs: WeightCosts | None = None  # None: small, an input, or experts that are decoded one by one
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for what people write by hand and no engine can do."""
+        if (self.decode == "gpu") != (self.prefill == "gpu"):
+            raise ValueError(f"decode and prefill must both be gpu or neither; they are {self.decode}, {self.prefill}")
+        if self.costs is not None and self.costs.ring_bytes < self.size_bytes:
+            raise ValueError(f"costs.ring_bytes must hold the weight's {self.size_bytes} bytes")
+
     @property
     def is_resident(self) -> bool:
         return self.decode == "gpu"

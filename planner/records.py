@@ -80,8 +80,9 @@ def from_json(data: bytes, cls: type[Record], source: str) -> Record:
     except pydantic.ValidationError as error:
         _check_kind(raw, cls, source)
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        problem = first["msg"].removeprefix("Value error, ")  # of our own
         more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        raise InvalidFileError(f"{source}: {_path(first['loc'])}: {first['msg']}.{more}", _DAMAGED) from error
+        raise InvalidFileError(f"{source}: {_path(first['loc'])}: {problem}.{more}", _DAMAGED) from error
     problem = _find_bad_value(record, "")
     if problem:
         raise InvalidFileError(f"{source}: {problem}.", _DAMAGED)

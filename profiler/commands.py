@@ -101,15 +101,18 @@ def find_cached(info: ModelInfo, settings: Settings) -> Profile | None:
 
 
 def _store(profile: Profile) -> None:
-    """Cache the profile, unless the machine was too busy for it to be true. What is simulated is never true anyway."""
-    if cache.is_too_noisy(profile) and not profile.is_simulated:
-        say(
-            f"Not cached: {cache.noisy_fraction(profile):.0%} of the series are unsteady. "
-            "Close other programs and profile again, or keep this one with --out."
-        )
-    else:
-        with cache.best_effort():
-            cache.store_profile(profile)
+    """Cache the profile, unless the machine was too busy for it to be true.
+
+    A simulated one, which only serves to try things out, is cached even so: then the machine needs not be idle.
+    """
+    if cache.is_too_noisy(profile):
+        unsteady = f"{cache.noisy_fraction(profile):.0%} of the series are unsteady"
+        if not profile.is_simulated:
+            say(f"Not cached: {unsteady}. Close other programs and profile again, or keep this one with --out.")
+            return
+        say(f"Warning: {unsteady}, so plans will be arbitrary. For better ones, profile again with --force when idle.")
+    with cache.best_effort():
+        cache.store_profile(profile)
 
 
 def _show_notes(profile: Profile) -> None:

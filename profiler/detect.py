@@ -16,7 +16,8 @@ from planner.errors import DeviceError
 from planner.hardware import Cpu, Gpu, Hardware, MachineState, Software
 from planner.units import GIB, KIB, MIB
 from runtime.build import find_llama
-from runtime.host_memory import control_groups, memory_limits, read_file
+from runtime.control_groups import cpu_quotas, read_file
+from runtime.host_memory import memory_limits
 from runtime.identity import cuda_gpu_uuids, llama_cpp_commit
 
 BUSY_LOAD_FRACTION = 0.5  # of the cores; above it, other programs disturb the measurements
@@ -105,7 +106,7 @@ def detect_cpu(root: Path = _ROOT, affinity: frozenset[int] | None = None) -> Cp
     """
     cpus = frozenset(os.sched_getaffinity(0)) if affinity is None else affinity
     cpuinfo = _cpuinfo(root)
-    logical_cores = min([len(cpus), *(max(1, int(quota)) for quota in _cpu_quotas(root))])
+    logical_cores = min([len(cpus), *(max(1, int(quota)) for quota in cpu_quotas(root))])
     flags = set(f"{cpuinfo.get('flags', '')} {cpuinfo.get('Features', '')}".split())
     return Cpu(
         model=cpuinfo.get("model name") or f"{platform.machine()} {cpuinfo.get('CPU part', '')}".strip(),
@@ -222,13 +223,3 @@ def _last_level_cache_bytes(root: Path, cpus: frozenset[int]) -> int:
 def _memory_total_bytes(root: Path) -> int:
     match = re.search(r"^MemTotal:\s+(\d+) kB$", read_file(root / "proc/meminfo"), re.MULTILINE)
     return int(match[1]) * KIB if match else 0
-
-
-def _cpu_quotas(root: Path) -> Iterator[float]:
-    """Yield the numbers of cores that the control groups allow, if they limit them."""
-    for folder in control_groups(root, "cpu"):
-        numbers = read_file(folder / "cpu.max").split()
-        if not numbers:  # version 1
-            numbers = [read_file(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-        if all(number.isdigit() for number in numbers) and int(numbers[1]):  # else "max" or -1: no limit
-            yield int(numbers[0]) / int(numbers[1])

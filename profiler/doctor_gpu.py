@@ -11,7 +11,7 @@ from typing import Any
 
 from planner.errors import DeviceError
 from planner.units import MIB, format_size
-from runtime.host_memory import read_file
+from runtime.control_groups import read_file
 from runtime.identity import cuda_gpu_uuids
 
 from .detect import as_text, nvml_gpu

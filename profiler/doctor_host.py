@@ -8,7 +8,8 @@ from pathlib import Path
 from planner.hardware import MAX_PINNED_FRACTION
 from planner.measurements import ModelInfo
 from planner.units import format_size
-from runtime.host_memory import available_memory_bytes, read_file
+from runtime.control_groups import read_file
+from runtime.host_memory import available_memory_bytes
 
 from .detect import BUSY_LOAD_FRACTION, detect_cpu
 from .findings import Finding

@@ -12,6 +12,7 @@ import typer
 from planner.errors import UsageError
 from planner.examples import examples
 from planner.hardware import Hardware, Software
+from planner.options import typed
 
 Detect = Callable[[str], tuple[Hardware, Software]]  # for a device name; the profiler knows how
 
@@ -38,6 +39,7 @@ def register(app: typer.Typer, detect: Detect) -> None:
         )
     )
     def run(
+        context: typer.Context,
         plan_path: Annotated[
             Path | None, typer.Option("--plan", help="The plan to run.", show_default="a shared one for this machine")
         ] = None,
@@ -63,6 +65,8 @@ def register(app: typer.Typer, detect: Detect) -> None:
         """Generate text under a plan; without a prompt, chat: Ctrl-C stops an answer, Ctrl-D ends the chat."""
         from .commands import run_plan
 
+        if prompt is None and (useless := typed(context, "--context-shift", "--stats")):
+            raise UsageError("Without a prompt, run is a chat.", f"Give a prompt with -p, or leave {useless}.")
         run_plan(
             plan_path, model, detect,
             prompt=prompt, n_tokens=n_tokens, temperature=temperature, seed=seed,
@@ -108,6 +112,7 @@ def register(app: typer.Typer, detect: Detect) -> None:
         ),
     )
     def bench_command(
+        context: typer.Context,
         plan_path: Annotated[Path, typer.Option("--plan", help="The plan to measure.")],
         against: Annotated[Against | None, typer.Option("--against", help="Measure this too, same budget.")] = None,
         ablate: Annotated[bool, typer.Option("--ablate", help="Measure also without each part of the engine.")] = False,
@@ -131,17 +136,20 @@ def register(app: typer.Typer, detect: Detect) -> None:
         from .commands import bench_plan, pressure_plan
 
         if pressure:
-            if against is not None or ablate or static:
+            useless = typed(
+                context, "--against", "--ablate", "--static", "--prompt", "--generate", "--depth", "--repeat"
+            )
+            if useless:
                 raise UsageError(
-                    "--pressure measures the plan alone, adaptive and static.", "Leave --against, --ablate, --static."
+                    "--pressure measures the plan alone, adaptive and static, for --phase-seconds.", f"Leave {useless}."
                 )
             pressure_plan(
                 plan_path, model, detect,
                 phase_seconds=phase_seconds, json_path=json_path, png_path=png, anyway=anyway,
             )  # fmt: skip
             return
-        if png is not None:
-            raise UsageError("--png draws a measurement under load.", "Add --pressure.")
+        if useless := typed(context, "--phase-seconds", "--png"):
+            raise UsageError(f"{useless}: that is for a measurement under load.", "Add --pressure.")
         bench_plan(
             plan_path, model, detect,
             n_prompt=n_prompt, n_generate=n_generate, depths_text=depths, n_repeat=n_repeat,

@@ -38,7 +38,7 @@ from .nvml import VramMeter
 from .pressure import measure_pressure
 from .report import RunFigures, describe, describe_changes
 from .sampling import Sampler
-from .session import OnProgress
+from .session import OnProgress, orderly_end
 
 
 def run_plan(
@@ -58,7 +58,7 @@ def run_plan(
 ) -> None:
     """Continue `prompt` on stdout, or chat if it is None. Raises AtsplanError; Ctrl-C leaves the text so far.
 
-    With a `trace_path`, a trace is written there, also after Ctrl-C or an error.
+    With a `trace_path`, a trace is written there, also after Ctrl-C, SIGTERM or an error.
     """
     check_targets(trace_path)
     if trace_path is not None and plan_path is not None and trace_path.resolve() == plan_path.resolve():
@@ -233,11 +233,11 @@ def open_plan(
 
 @contextmanager
 def _traced(engine: PlanEngine, plan: Plan, hardware: Hardware, path: Path | None) -> Iterator[None]:
-    """Write a trace of the block to `path`, if there is one, also after an interrupt or an error."""
+    """Write a trace of the block to `path`, if there is one, however the block ends."""
     if path is None:
         yield
         return
-    with CardWatch(engine.pci_bus_id(plan.device)) as card:
+    with orderly_end(), CardWatch(engine.pci_bus_id(plan.device)) as card:
         try:
             yield
         finally:

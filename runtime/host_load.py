@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Callable
 
+from .control_groups import usable_cores
+
 INTERVAL_SECONDS = 0.25
 _STAT = "/proc/stat"
 _NOISE = 0.3  # of a core: what a quiet system uses itself
@@ -24,15 +26,18 @@ class HostLoad:
         busy_seconds: Callable[[], float] | None = None,
         own_seconds: Callable[[], float] = time.process_time,
         clock: Callable[[], float] = time.perf_counter,
+        max_cores: float | None = None,
     ) -> None:
+        """The arguments are for tests; `max_cores` is what the process may keep busy, whatever is free."""
         cores = sorted(os.sched_getaffinity(0))
-        self.n_cores = len(cores)
+        self._n_cores = float(len(cores))
+        self._max_cores = usable_cores() if max_cores is None else max_cores
         self._busy_seconds = busy_seconds or (lambda: _busy_seconds(cores))
         self._own_seconds, self._clock = own_seconds, clock
         self._before = (clock(), *self._read())
 
     def free_cores(self) -> float | None:
-        """Return the cores that other programs have left free since the last time; None if that was just now."""
+        """Return the cores that other programs and quotas have left since the last time; None if that was just now."""
         now = self._clock()
         elapsed = now - self._before[0]
         if elapsed < INTERVAL_SECONDS:
@@ -40,7 +45,7 @@ class HostLoad:
         busy, own = self._read()
         others = max(0.0, (busy - self._before[1]) - (own - self._before[2])) / elapsed
         self._before = (now, busy, own)
-        return self.n_cores - min(others, float(self.n_cores))
+        return min(self._max_cores, self._n_cores - min(others, self._n_cores))
 
     def _read(self) -> tuple[float, float]:
         return self._busy_seconds(), self._own_seconds()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from planner.units import KIB
 
+from .control_groups import control_groups, read_file
+
 _ROOT = Path("/")
 
 
@@ -26,27 +28,6 @@ def memory_limits(root: Path = _ROOT) -> Iterator[int]:
         limit = _first_number(folder, "memory.max", "memory.limit_in_bytes")
         if limit is not None:
             yield limit
-
-
-def control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control group and of those around it, of versions 2 and 1."""
-    mount = root / "sys/fs/cgroup"
-    for line in read_file(root / "proc/self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        base = mount / controllers if controllers else mount
-        folder = base / group.lstrip("/")
-        while folder != mount.parent and folder.is_relative_to(base):
-            yield folder
-            folder = folder.parent
-
-
-def read_file(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:  # not on this kernel, or hidden by the container
-        return ""
 
 
 def _left_in_control_groups(root: Path) -> Iterator[int]:

@@ -56,6 +56,7 @@ def _load(device: str, path: Path) -> Library:
 
     os.environ["ATSPLAN_DEVICE"] = device if device == "sim" else device.upper()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", GPU_QUEUES)
+    os.environ.pop("ATSPLAN_SETTINGS", None)  # for llama.cpp's own programs, of some exported plan: not of this one
     ggml = ctypes.CDLL("libggml.so", handle=llama_cpp._ggml.libggml._handle)
     ggml.ggml_backend_load.restype = ctypes.c_void_p
     ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]

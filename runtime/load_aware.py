@@ -136,9 +136,8 @@ class LoadAware:
         if free is not None and self._threads.update(free):
             self._set_n_threads(self._threads.n)
             self._controller.restart("the number of threads has changed")
-            others = self._host_load.n_cores - free
             self._note(
-                f"other programs use {others:.1f} cores: {format_count(self._threads.n, 'thread')}",
+                f"{free:.1f} cores are free: {format_count(self._threads.n, 'thread')}",
                 self._streamed_bytes(self._controller.streamed), 1.0, 1.0,
             )  # fmt: skip
 

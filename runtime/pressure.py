@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from planner.hardware import Hardware, Software
 from planner.pressure import Agreement, PressureResult
 
+from .control_groups import usable_cores
 from .pressure_worker import Answer, Task, run, total_seconds
 
 BUSY_FRACTION = 0.6  # of the cores that the CPU load takes
@@ -26,7 +26,7 @@ def measure_pressure(
     Each run is a child process. Raises AtsplanError.
     """
     hardware, software = machine
-    n_load_processes = max(1, round(BUSY_FRACTION * len(os.sched_getaffinity(0))))
+    n_load_processes = max(1, round(BUSY_FRACTION * usable_cores()))
     warmup_seconds = min(WARMUP_SECONDS, phase_seconds)
     task = Task(
         str(model_path), str(plan_path), hardware, True, warmup_seconds, phase_seconds / 2, phase_seconds,

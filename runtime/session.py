@@ -26,6 +26,7 @@ from .native_log import last_problem
 Model = Any  # llama_model *, opaque
 OnProgress = Callable[[float], None]  # receives the loaded fraction
 
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 ALL_LAYERS = 9999  # more than any model has; llama.cpp takes what there is
 
@@ -105,19 +106,40 @@ class CapturedLog:
 def deferred_interrupt() -> Iterator[Callable[[], bool]]:
     """Hold Ctrl-C back until the end of the block, because ctypes swallows exceptions raised in callbacks.
 
-    Yields a function that tells whether it was pressed.
+    So are other signals that raise an exception. Yields a function that tells whether one has come.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    signals: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _frame: signals.append(number))
+    received: list[int] = []
+    raising = [number for number in (signal.SIGINT, *ENDING_SIGNALS) if callable(signal.getsignal(number))]
+    previous = {number: signal.signal(number, lambda number, _frame: received.append(number)) for number in raising}
     try:
-        yield lambda: bool(signals)
+        yield lambda: bool(received)
     finally:
-        signal.signal(signal.SIGINT, previous)
-    if signals:
-        raise KeyboardInterrupt
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if received:
+        signal.raise_signal(received[-1])
+
+
+@contextmanager
+def orderly_end() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit in the block, once, instead of ending the process on the spot."""
+
+    def end(number: int, _frame: object) -> None:
+        for other in replaced:
+            signal.signal(other, signal.SIG_IGN)  # a process group is told twice
+        raise SystemExit(128 + number)
+
+    replaced = [number for number in ENDING_SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in replaced:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

@@ -340,7 +340,7 @@ int ats_device_memory(int64_t * free_bytes, int64_t * total_bytes) {
 extern "C" ATS_EXPORT ggml_backend_reg_t ggml_backend_init(void) {
     const char * settings_path = getenv("ATSPLAN_SETTINGS");
     if (settings_path != nullptr && load_settings_file(settings_path) != 0) {
-        fprintf(stderr, "atsplan: %s\n", ats_last_error());
+        fprintf(stderr, "atsplan: %s. ATSPLAN_SETTINGS names this file: export the plan again.\n", ats_last_error());
         return nullptr;
     }
     return &registry;

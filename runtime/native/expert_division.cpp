@@ -23,6 +23,7 @@ void ExpertDivision::collect(const int32_t * ids, size_t stride, int n_used, int
 int ExpertDivision::place(int n_slots, int32_t * sources, int32_t * slot_ids, int32_t * cpu_ids) {
     last_user_.assign(static_cast<size_t>(n_slots), -1); // tokens
     cpu_columns_.clear();
+    find_fillers(n_slots);
     const auto use_of = [&](int column) -> const Use & { return uses[static_cast<size_t>(use_of_column_[static_cast<size_t>(column)])]; };
     const int  n      = static_cast<int>(use_of_column_.size());
     for (int first = 0; first < n; first += n_used_) {
@@ -34,22 +35,40 @@ int ExpertDivision::place(int n_slots, int32_t * sources, int32_t * slot_ids, in
                 last_user_[static_cast<size_t>(use.slot)] = first;
             }
         }
-        int32_t unused = 0;
+        size_t filler = 0;
         for (int c = first; c < first + n_used_; c++) {
             const Use & use = use_of(c);
             if (use.slot >= 0) {
                 continue;
             }
-            while (last_user_[static_cast<size_t>(unused)] == first) {
-                unused++;
+            while (last_user_[static_cast<size_t>(fillers_[filler])] == first) {
+                filler++;
             }
-            slot_ids[c]                   = unused++;
+            slot_ids[c]                   = fillers_[filler++];
             sources[c]                    = ~static_cast<int32_t>(cpu_columns_.size());
             cpu_ids[cpu_columns_.size()] = use.expert;
             cpu_columns_.push_back(c);
         }
     }
     return static_cast<int>(cpu_columns_.size());
+}
+
+// Slots for columns that nobody reads, as many as a token has columns: first those that no token uses.
+void ExpertDivision::find_fillers(int n_slots) {
+    std::vector<bool> is_used(static_cast<size_t>(n_slots));
+    for (const Use & use : uses) {
+        if (use.slot >= 0) {
+            is_used[static_cast<size_t>(use.slot)] = true;
+        }
+    }
+    fillers_.clear();
+    for (const bool wanted : {false, true}) {
+        for (int32_t slot = 0; slot < n_slots && fillers_.size() < static_cast<size_t>(n_used_); slot++) {
+            if (is_used[static_cast<size_t>(slot)] == wanted) {
+                fillers_.push_back(slot);
+            }
+        }
+    }
 }
 
 int DivisionTimes::n_to_stream(const std::vector<ExpertDivision::Use *> & missing, int limit) const {

@@ -18,7 +18,8 @@ class ExpertDivision {
 
     // Once slots are given: sources[c] is c, or ~i for the CPU's i-th column, whose expert is cpu_ids[i]. slot_ids[c] is the
     // slot of column c; of the CPU's columns any that the token does not use, for GPUs do not allow a token to use one
-    // twice: there must be more slots than a token has columns. Returns the number of the CPU's columns.
+    // twice: there must be more slots than a token has columns. As far as there are enough, it is one that no token uses,
+    // for kernels depend on how many columns a slot has. Returns the number of the CPU's columns.
     int place(int n_slots, int32_t * sources, int32_t * slot_ids, int32_t * cpu_ids);
 
     // Of the CPU's i-th column.
@@ -27,8 +28,11 @@ class ExpertDivision {
     std::vector<Use> uses; // distinct experts
 
   private:
+    void find_fillers(int n_slots);
+
     int              n_used_ = 1;
     std::vector<int> use_of_expert_, use_of_column_, cpu_columns_, last_user_;
+    std::vector<int32_t> fillers_; // slots
 };
 
 struct DivisionTimes {

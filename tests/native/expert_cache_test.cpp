@@ -184,24 +184,26 @@ static void test_the_ratio_of_times_is_learnt() {
 }
 
 static void test_columns_of_several_tokens() {
-    const int32_t  ids[] = {4, 1, -7, 1, 3, -7, 3, 1}; // of three tokens, with something in between
+    const int32_t  ids[] = {4, 1, -7, 1, 3, -7, 3, 1, -7, 4, 3}; // of four tokens, with something in between
     ExpertDivision division;
-    division.collect(ids, 3, 2, 3, 5);
+    division.collect(ids, 3, 2, 4, 5);
     check(division.uses.size() == 3, "every expert once");
     for (ExpertDivision::Use & use : division.uses) {
-        check(use.n_columns == (use.expert == 4 ? 1 : use.expert == 1 ? 3 : 2) && use.slot == -1, "with all its columns");
+        check(use.n_columns == (use.expert == 4 ? 2 : 3) && use.slot == -1, "with all its columns");
         use.slot = use.expert == 1 ? 0 : -1;
     }
-    int32_t sources[6], slots[6], on_cpu[6];
-    check(division.place(3, sources, slots, on_cpu) == 3, "the others are the CPU's");
-    const int32_t expected_sources[] = {~0, 1, 2, ~1, ~2, 5}, expected_slots[] = {1, 0, 0, 1, 1, 0}, expected_experts[] = {4, 3, 3};
-    for (int c = 0; c < 6; c++) {
+    int32_t sources[8], slots[8], on_cpu[8];
+    check(division.place(3, sources, slots, on_cpu) == 5, "the others are the CPU's");
+    const int32_t expected_sources[] = {~0, 1, 2, ~1, ~2, 5, ~3, ~4}, expected_slots[] = {1, 0, 0, 1, 1, 0, 1, 2};
+    const int32_t expected_experts[] = {4, 3, 3, 4, 3}, expected_tokens[] = {0, 1, 2, 3, 3};
+    for (int c = 0; c < 8; c++) {
         check(sources[c] == expected_sources[c], "who makes a column");
-        check(slots[c] == expected_slots[c], "no token uses a slot twice");
+        check(slots[c] == expected_slots[c], "no token uses a slot twice, and a slot in use gets no others' columns");
     }
-    for (int i = 0; i < 3; i++) {
-        check(on_cpu[i] == expected_experts[i] && division.token_of(i) == i, "whose input it has");
+    for (int i = 0; i < 5; i++) {
+        check(on_cpu[i] == expected_experts[i] && division.token_of(i) == expected_tokens[i], "whose input it has");
     }
+    check(division.place(2, sources, slots, on_cpu) == 5 && slots[6] == 1 && slots[7] == 0, "unless there are too few");
 }
 
 static void test_link_and_cpu_end_together() {

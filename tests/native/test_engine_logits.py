@@ -18,7 +18,7 @@ from runtime.inspect_model import Inspection, inspect_model
 from runtime.library import Library, load
 from runtime.sampling import Sampler
 from runtime.session import LoadSettings
-from tests.native.engine_plans import plan_for, random_placements, uniform_placements
+from tests.native.engine_plans import plan_for, random_placements, uniform_placements, weights_of
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 250, size=50)]
 DECODED = [5, 77, 99, 42]
@@ -95,7 +95,7 @@ def test_random_classes_of_other_architectures(
     expected = logits_of(Engine(library, path, settings))
     assert np.isfinite(expected).all()
     assert expected.std() > 0
-    weights = inspect_model(path, "sim", [256], [32], flash_attention=flash_attention).weights_decode
+    weights = weights_of(path, flash_attention=flash_attention)
     for seed in range(2):
         plan = plan_for(path, random_placements(weights, seed), flash_attention=flash_attention)
         np.testing.assert_array_equal(logits_of(PlanEngine(library, path, plan)), expected)
@@ -104,7 +104,7 @@ def test_random_classes_of_other_architectures(
 def test_shards(library: Library, synthetic: dict[str, Path], tmp_path: Path) -> None:
     whole = synthetic["qwen3moe-tiny"]
     first, *_ = write_synthetic_model(tmp_path / "model.gguf", "qwen3moe-tiny", n_shards=3)
-    weights = inspect_model(first, "sim", [256], [32]).weights_decode
+    weights = weights_of(first)
     plan = plan_for(first, random_placements(weights, 0))
     np.testing.assert_array_equal(
         logits_of(PlanEngine(library, first, plan)), logits_of(Engine(library, whole, SETTINGS))
@@ -215,8 +215,8 @@ def test_recurrent_states_start_over(library: Library, synthetic: dict[str, Path
         np.testing.assert_array_equal(engine.logits(), expected)
 
 
-def test_a_full_context_ends_generation_and_refuses_prompts(library: Library, smollm2: Path) -> None:
-    with Engine(library, smollm2, SETTINGS) as engine, Sampler() as sampler:
+def test_a_full_context_ends_generation_and_refuses_prompts(library: Library, synthetic: dict[str, Path]) -> None:
+    with Engine(library, synthetic["qwen3-tiny"], SETTINGS) as engine, Sampler() as sampler:
         with pytest.raises(Exception, match="300 tokens do not fit into the context of 256"):
             engine.evaluate([5] * 300)
         generated = list(engine.generate([5] * 250, 100, sampler))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +21,11 @@ from profiler.synthetic_transformer import Builder
 from runtime import build
 from runtime.bindings import Statistics
 from runtime.engine import Engine, PlanEngine
-from runtime.inspect_model import inspect_model
 from runtime.library import Library, load
 from runtime.report import describe_experts
 from runtime.session import LoadSettings
-from tests.native.engine_plans import plan_for, random_placements
+from tests.native.engine_plans import plan_for, random_placements, weights_of
+from tests.native.sanitized import run_program
 
 # deepseek2: shared experts and one dense layer; gpt-oss: biases, so that only single products are recognised;
 # qwen2moe: a gated shared expert; fused: gate and up are one tensor.
@@ -59,7 +59,7 @@ def _fused_expert_ffn(builder: Builder, block: str, n_embd: int, n_ff: int, n_ex
 
 @pytest.fixture(scope="module")
 def weights(library: Library, models: dict[str, Path]) -> dict[str, tuple[WeightUse, ...]]:
-    return {name: inspect_model(path, "sim", [256], [64]).weights_decode for name, path in models.items()}
+    return {name: weights_of(path, 256, 64) for name, path in models.items()}
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +223,29 @@ def test_several_tokens_at_once(
     assert streamed[0] < streamed[1] < streamed[-1]
 
 
+def test_kernels_that_depend_on_the_number_of_columns(library: Library, tmp_path: Path) -> None:
+    """From 8 columns on, llama.cpp computes an expert of K-quants with a kernel that adds up in another order."""
+    spec = replace(synthetic_architectures.synthetic_model("qwen3moe-small"), quantisation="Q4_K_M")
+    (path,) = write_synthetic_model(tmp_path / "model.gguf", spec)
+    weights = weights_of(path, 256, 64)
+    assert {weight.type for weight in weights if weight.op == "MUL_MAT_ID"} == {"q4_K", "q6_K"}  # two kinds of slots
+    _, one = expert_bytes(weights)
+
+    def rows_of(engine: Engine) -> NDArray[np.float32]:
+        with engine:
+            rows = []
+            for n_tokens in (64, 8, 16, 24, 32, 48):
+                engine.evaluate(PROMPT[:n_tokens])
+                rows.append(engine.logits())
+            return np.stack(rows)
+
+    expected = rows_of(Engine(library, path, SETTINGS))
+    for k in range(5):
+        policy = forced(4, k, cache_bytes=40 * one)  # of either kind more slots than a layer has experts
+        plan = plan_for(path, experts_on_the_cpu(weights), n_ubatch=64, experts=policy, prefill_min_tokens=65)
+        np.testing.assert_array_equal(rows_of(PlanEngine(library, path, plan)), expected, err_msg=f"k = {k}")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_any_classes_of_the_other_weights(
     library: Library,
@@ -290,13 +313,8 @@ def test_the_counts_in_words() -> None:
     assert text == "30.0 in VRAM, 20.0 streamed, 50.0 on the CPU per decoded token; hit rate 30%"
 
 
-def test_the_policy_of_the_cache(tmp_path: Path) -> None:
-    program = tmp_path / "expert_cache_test"
+def test_the_policy_of_the_cache(tmp_path: Path, llama_headers: Path) -> None:
     names = ("expert_cache.cpp", "expert_division.cpp", "prediction_trial.cpp")
-    sources = [Path(__file__).with_name("expert_cache_test.cpp"), *(build.SOURCE_FOLDER / name for name in names)]
-    sanitizers = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    compiler = build.find_compilers(build.find_llama()).cxx
-    command = [compiler, *build.CXX_FLAGS, "-Werror", *sanitizers, f"-I{build.SOURCE_FOLDER}", *map(str, sources)]
-    subprocess.run([*command, "-o", str(program)], check=True)
-    result = subprocess.run([program], capture_output=True, text=True, check=False)
+    sources = [build.SOURCE_FOLDER / name for name in names]
+    result = run_program("expert_cache_test", sources, tmp_path, llama_headers)
     assert (result.returncode, result.stdout) == (0, "all passed\n"), result.stdout + result.stderr

@@ -23,11 +23,10 @@ from runtime import build, verify
 from runtime.cli import register
 from runtime.engine import PlanEngine
 from runtime.export import settings_text
-from runtime.inspect_model import inspect_model
 from runtime.library import load
 from runtime.placement import device_options
 from runtime.sampling import Sampler
-from tests.native.engine_plans import plan_for, random_placements
+from tests.native.engine_plans import plan_for, random_placements, weights_of
 
 # Runs the exported script, then decodes one token and tells what the helper was told and what it did.
 ASK_THE_HELPER = """
@@ -64,7 +63,7 @@ def python(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def plan(native_helper: Path, smollm2: Path) -> Plan:
-    weights = inspect_model(smollm2, "sim", [256], [32]).weights_decode
+    weights = weights_of(smollm2)
     plan = plan_for(smollm2, random_placements(weights, 3), ring_bytes=4 << 20, prefill_min_tokens=5)
     return replace(plan, experts=ExpertPolicy(7 << 20, 3e-4, 2e-4, 1e-5))
 
@@ -101,6 +100,20 @@ def test_the_scripts_do_what_the_plan_says(plan: Plan, plan_path: Path, smollm2:
     script.write_text(invoke("--plan", str(plan_path), "--model", str(smollm2), "--to", "python", "--static").stdout)
     assert "ATSPLAN" not in script.read_text()
     assert python(str(script)) == text + "\n"
+
+
+def test_a_stale_settings_file(plan: Plan, plan_path: Path, smollm2: Path, tmp_path: Path) -> None:
+    """Programs that need it say so; atsplan's own commands do not look at it."""
+    script, settings = tmp_path / "run.py", plan_path.with_suffix(".settings")
+    script.write_text(invoke("--plan", str(plan_path), "--model", str(smollm2), "--to", "python").stdout)
+    for text, problem in (("weight a b c\n", ":1: expected 'option NAME VALUE'"), (None, "cannot read ")):
+        settings.unlink() if text is None else settings.write_text(text)
+        result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+        assert result.returncode != 0
+        assert problem in result.stderr
+        assert "ATSPLAN_SETTINGS names this file: export the plan again." in result.stderr
+    asking = f"import os; os.environ['ATSPLAN_SETTINGS'] = {str(settings)!r}; from runtime.library import load; "
+    assert python("-c", f"{asking}print(load('sim').device)") == "sim\n"
 
 
 def test_command_lines(plan: Plan, plan_path: Path, smollm2: Path, native_helper: Path) -> None:

@@ -15,11 +15,10 @@ from runtime.adapt import Controller, Decision, Measured
 from runtime.bindings import Helper
 from runtime.engine import Engine, PlanEngine
 from runtime.host_load import HostLoad
-from runtime.inspect_model import inspect_model
 from runtime.library import Library, load
 from runtime.load_aware import LOW_VRAM_BYTES, LoadAware
 from runtime.session import LoadSettings
-from tests.native.engine_plans import HARDWARE, plan_for, random_placements
+from tests.native.engine_plans import HARDWARE, plan_for, random_placements, weights_of
 
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, 250, size=60)]
 N_PROMPT = 20
@@ -34,9 +33,9 @@ def library(native_helper: Path) -> Library:
 
 @pytest.fixture(scope="module")
 def plan(library: Library, smollm2: Path) -> Plan:
-    weights = inspect_model(smollm2, "sim", [256], [32]).weights_decode
+    weights = weights_of(smollm2)
     placements = [
-        replace(p, costs=COSTS) if weight.op == "MUL_MAT" and p.decode != "gpu" else p
+        replace(p, costs=replace(COSTS, ring_bytes=p.size_bytes)) if weight.op == "MUL_MAT" and p.decode != "gpu" else p
         for p, weight in zip(random_placements(weights, 1), weights, strict=True)
     ]
     return plan_for(smollm2, placements, ring_bytes=RING_BYTES)

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from planner.workload import KV_TYPES
 from profiler.synthetic_model import write_synthetic_model
 from runtime.engine import Engine, PlanEngine
-from runtime.inspect_model import inspect_model
 from runtime.library import Library, load
 from runtime.sampling import Sampler
 from runtime.session import LoadSettings
-from tests.native.engine_plans import plan_for, random_placements
+from tests.native.engine_plans import plan_for, random_placements, weights_of
 
 SETTINGS = LoadSettings(n_context=256, n_ubatch=32, n_threads=1)
 
@@ -49,7 +48,7 @@ def resident_bytes() -> int:
 )
 def test_a_shifted_context_is_llama_cpps_own(library: Library, tmp_path: Path, name: str) -> None:
     (path,) = write_synthetic_model(tmp_path / "model.gguf", name)
-    weights = inspect_model(path, "sim", [256], [32]).weights_decode
+    weights = weights_of(path)
     with Engine(library, path, SETTINGS) as engine:
         expected = decode(engine, 300)
         assert engine.n_context == 256
@@ -69,7 +68,7 @@ def test_keys_of_any_type_can_be_shifted(library: Library, tmp_path: Path, type_
 
 def test_4096_tokens_in_flat_memory(library: Library, tmp_path: Path) -> None:
     (path,) = write_synthetic_model(tmp_path / "model.gguf", "llama-tiny")
-    weights = inspect_model(path, "sim", [256], [32]).weights_decode
+    weights = weights_of(path)
     with PlanEngine(library, path, plan_for(path, random_placements(weights, 1))) as engine:
         decode(engine, 600)
         before = resident_bytes()
@@ -79,8 +78,9 @@ def test_4096_tokens_in_flat_memory(library: Library, tmp_path: Path) -> None:
     assert grown < 1 << 20
 
 
-def test_text_goes_on_after_the_context_is_full(library: Library, smollm2: Path) -> None:
-    with Engine(library, smollm2, SETTINGS) as engine, Sampler() as sampler:
+def test_text_goes_on_after_the_context_is_full(library: Library, tmp_path: Path) -> None:
+    (path,) = write_synthetic_model(tmp_path / "model.gguf", "llama-tiny")
+    with Engine(library, path, SETTINGS) as engine, Sampler() as sampler:
         assert len(list(engine.generate([5] * 250, 20, sampler))) <= 7
         assert engine.n_tokens <= 256
         assert len(list(engine.continue_text(10, sampler, forgets=True))) == 10

@@ -12,11 +12,10 @@ from planner.units import MIB
 from runtime import commands
 from runtime.bindings import Helper
 from runtime.engine import Engine, PlanEngine
-from runtime.inspect_model import inspect_model
 from runtime.library import load
 from runtime.placement import host_weight_names
 from runtime.session import LoadSettings
-from tests.native.engine_plans import plan_for, uniform_placements
+from tests.native.engine_plans import plan_for, uniform_placements, weights_of
 from tests.native.test_run_command import SOFTWARE, detect
 
 TOKENS = [5, 77, 99, 42, 7, 100, 3, 9]
@@ -31,7 +30,7 @@ def host_weights_bytes(plan: Plan) -> int:
 def test_the_rest_is_pageable(native_helper: Path, smollm2: Path, max_pinned_bytes: int, n_pieces_pinned: int) -> None:
     library = load("sim")
     Helper(library.ats).bench_release()  # what other tests measured with is pinned as well
-    weights = inspect_model(smollm2, "sim", [256], [32]).weights_decode
+    weights = weights_of(smollm2)
     plan = plan_for(smollm2, uniform_placements(weights, "stream", "stream"))
     host_bytes = host_weights_bytes(plan)
     with Engine(library, smollm2, LoadSettings(256, 32, 1)) as plain:
@@ -54,7 +53,7 @@ def test_the_rest_is_pageable(native_helper: Path, smollm2: Path, max_pinned_byt
 def test_the_user_is_told(
     native_helper: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = inspect_model(smollm2, "sim", [256], [32]).weights_decode
+    weights = weights_of(smollm2)
     plan = plan_for(smollm2, uniform_placements(weights, "cpu", "cpu"), software=SOFTWARE)
     monkeypatch.setattr("runtime.engine.available_memory_bytes", lambda: host_weights_bytes(plan))
     with commands.open_plan(plan, smollm2, detect, anyway=False):

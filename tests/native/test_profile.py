@@ -19,18 +19,34 @@ from planner.errors import AtsplanError, DeviceError, InvalidFileError
 from planner.measurements import Profile
 from planner.records import from_json, read_record, to_json
 from planner.solve import solve
-from planner.units import MIB
+from planner.units import KIB, MIB
 from planner.workload import Workload, parse_kv_types
 from profiler import cli, commands, jobs, suite
+from profiler.measure import Effort
 from profiler.suite import Settings, describe_model, profile_model, with_kv_types
 from profiler.synthetic_model import write_synthetic_model
 from runtime.engine import Engine, PlanEngine
+from runtime.inspect_model import Inspection, _inspect
 from runtime.library import load
 from runtime.routing import count_routing
 from runtime.session import LoadSettings
 from tests.native.test_engine_logits import logits_of
 
 N_UBATCH = 16
+
+
+def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "MAX_COLD_BYTES", 32 * MIB)  # cold weights have their own test
+    monkeypatch.setattr(jobs, "KERNELS_BUDGET_SECONDS", 2.0)
+    monkeypatch.setattr(jobs, "OTHER_EFFORT", Effort(0.02))
+    monkeypatch.setattr(jobs, "CONTENTION_PHASE_SECONDS", 0.1)
+    monkeypatch.setattr(jobs, "LINK_SIZES_BYTES", (16 * KIB, MIB, 4 * MIB))
+    monkeypatch.setattr(jobs, "CROSSING_SIZES_BYTES", (4 * KIB, MIB))
+
+
+def inspect_here(path: Path, device: str, contexts: list[int], ubatches: list[int], *kv_types: str) -> Inspection:
+    """Inspect in this process: the profile's own inspection has a child, as for everybody."""
+    return _inspect(str(path), device, contexts, ubatches, *(kv_types or ("f16", "f16")), True)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +58,7 @@ def progress() -> list[tuple[float, str]]:
 def profile(native_helper: Path, smollm2: Path, progress: list[tuple[float, str]]) -> Profile:
     settings = Settings("sim", threads=(1,), n_context=256, n_ubatch=N_UBATCH)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(suite, "MAX_COLD_BYTES", 32 * MIB)  # saves time; cold weights have their own test
+        measure_quickly(monkeypatch)
         return profile_model(smollm2, settings, lambda *step: progress.append(step))
 
 
@@ -93,8 +109,10 @@ def test_the_rest_is_measured_too(profile: Profile) -> None:
     [("q8_0", "q8_0", "q8_0", 2 * 6 * 34), ("q8_0/q4_0", "q8_0", "q4_0", 6 * (34 + 18)), ("f16", "f16", "f16", 768)],
 )
 def test_a_plan_with_another_kv_cache(
-    native_helper: Path, smollm2: Path, profile: Profile, text: str, type_k: str, type_v: str, row_bytes: int
-) -> None:
+    smollm2: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch,
+    text: str, type_k: str, type_v: str, row_bytes: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(suite, "inspect_model", inspect_here)
     profile = with_kv_types(profile, smollm2, "sim", type_k, type_v)
     workload = make_workload(profile, None, 1, None, 100, 100, parse_kv_types(text))
     plan = solve(profile, 100 * MIB, workload)
@@ -106,7 +124,10 @@ def test_a_plan_with_another_kv_cache(
         np.testing.assert_array_equal(logits_of(engine), expected)
 
 
-def test_a_model_is_described_as_a_profile_describes_it(smollm2: Path, profile: Profile) -> None:
+def test_a_model_is_described_as_a_profile_describes_it(
+    smollm2: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "inspect_model", inspect_here)
     described = describe_model(smollm2, 256, N_UBATCH)
     assert (described.model, described.weights, described.memory) == (profile.model, profile.weights, profile.memory)
     assert described.kernels == described.glue == ()
@@ -140,7 +161,8 @@ def test_the_table_has_a_row_per_weight(profile: Profile) -> None:
 def test_the_command_measures_once(
     native_helper: Path, tmp_path: Path, app: typer.Typer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suite, "MAX_COLD_BYTES", 32 * MIB)
+    measure_quickly(monkeypatch)
+    monkeypatch.setattr(suite, "inspect_model", inspect_here)
     model = write_synthetic_model(tmp_path / "moe.gguf", "qwen3moe-tiny")[0]
     arguments = ["profile", str(model), "--device", "none", "--threads", "1", "--ctx", "64", "--ubatch", "8"]
     csv, out = tmp_path / "weights.csv", tmp_path / "profile.json"
@@ -177,9 +199,9 @@ def test_bad_requests_are_errors(native_helper: Path, tmp_path: Path, app: typer
 def test_experts_and_their_routing(
     native_helper: Path, tmp_path: Path, app: typer.Typer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suite, "MAX_COLD_BYTES", 32 * MIB)
+    measure_quickly(monkeypatch)
+    monkeypatch.setattr(suite, "inspect_model", inspect_here)
     monkeypatch.setattr(cache, "MAX_NOISY_FRACTION", 1.0)
-    monkeypatch.setattr(jobs, "KERNELS_BUDGET_SECONDS", 2.0)
     model = write_synthetic_model(tmp_path / "moe.gguf", "qwen3moe-tiny")[0]
     text, out = tmp_path / "text.txt", tmp_path / "profile.json"
     generator = random.Random(0)

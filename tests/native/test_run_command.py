@@ -16,7 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from planner.errors import AtsplanError, DeviceError
+from planner.errors import AtsplanError, DeviceError, UsageError
 from planner.hardware import Hardware, Software
 from planner.plan import Plan
 from planner.records import write_record
@@ -28,11 +28,10 @@ from runtime.bench_worker import Task, run_task
 from runtime.bindings import Helper
 from runtime.cli import register
 from runtime.engine import Engine
-from runtime.inspect_model import inspect_model
 from runtime.library import load
 from runtime.sampling import Sampler
 from runtime.session import LoadSettings
-from tests.native.engine_plans import HARDWARE, plan_for, random_placements
+from tests.native.engine_plans import HARDWARE, plan_for, random_placements, weights_of
 
 SOFTWARE = Software("test", "0.3.36", "", False)
 PROMPT = "The capital of France is"
@@ -52,7 +51,7 @@ def invoke(*arguments: str, stdin: str = "") -> Result:
 
 @pytest.fixture(scope="module")
 def plan(native_helper: Path, smollm2: Path) -> Plan:
-    weights = inspect_model(smollm2, "sim", [512], [64]).weights_decode
+    weights = weights_of(smollm2, 512, 64)
     return plan_for(smollm2, random_placements(weights, 1), n_context=512, n_ubatch=64)
 
 
@@ -167,6 +166,14 @@ def malformed_plan(plan_path: Path, plan: Plan, smollm2: Path) -> str:
     return str(smollm2)
 
 
+def weight_in_vram_for_one_phase(plan_path: Path, plan: Plan, smollm2: Path) -> str:
+    raw = json.loads(plan_path.read_text())
+    index = next(i for i, item in enumerate(raw["placements"]) if item["decode"] == "stream")
+    raw["placements"][index]["prefill"] = "gpu"
+    plan_path.write_text(json.dumps(raw))
+    return str(smollm2)
+
+
 def forgotten_weight(plan_path: Path, plan: Plan, smollm2: Path) -> str:
     write_record(plan_path, replace(plan, placements=plan.placements[:-2]))
     return str(smollm2)
@@ -188,6 +195,7 @@ def unknown_cache_type(plan_path: Path, plan: Plan, smollm2: Path) -> str:
         (other_machine, "made for another machine (no GPU instead of sim"),
         (absent_gpu, "There is no cuda0 here"),
         (malformed_plan, "placements.17.decode"),
+        (weight_in_vram_for_one_phase, "decode and prefill must both be gpu or neither; they are stream, gpu"),
         (forgotten_weight, "no placement for"),
         (unknown_cache_type, "no KV cache of the type 'q9_9'"),
     ],
@@ -221,6 +229,12 @@ def test_an_empty_prompt(plan_path: Path, smollm2: Path) -> None:
     result = invoke("run", "--plan", str(plan_path), "--model", str(smollm2), "-p", "")
     assert isinstance(result.exception, AtsplanError)
     assert "The prompt is empty" in result.exception.message
+
+
+def test_options_for_a_prompt_are_refused_in_a_chat() -> None:
+    result = invoke("run", "--plan", "plan.json", "--stats", "--context-shift")
+    assert isinstance(result.exception, UsageError)
+    assert "leave --context-shift, --stats." in result.exception.remedy
 
 
 def test_a_chat_asks_on_the_terminal() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,17 +14,17 @@ from planner.errors import DeviceError, UsageError
 from planner.plan import Plan
 from planner.records import read_record, write_record
 from planner.trace import Change, Trace
-from runtime import commands
+from profiler.detect import detect_software
+from runtime import build, commands
 from runtime.engine import PlanEngine
-from runtime.inspect_model import inspect_model
 from runtime.report import describe_changes
-from tests.native.engine_plans import HARDWARE, plan_for, random_placements
+from tests.native.engine_plans import HARDWARE, plan_for, random_placements, weights_of
 from tests.native.test_run_command import PROMPT, invoke
 
 
 @pytest.fixture(scope="module")
 def plan(native_helper: Path, smollm2: Path) -> Plan:
-    weights = inspect_model(smollm2, "sim", [512], [64]).weights_decode
+    weights = weights_of(smollm2, 512, 64)
     return plan_for(smollm2, random_placements(weights, 1), n_context=512, n_ubatch=64)
 
 
@@ -78,6 +82,24 @@ def test_however_the_run_ends(
     result = invoke(*run_command, "-p", PROMPT)
     assert result.exit_code != 0
     assert len(read_record(tmp_path / "trace.json", Trace).tokens) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_process_that_is_ended(run_command: list[str], plan: Plan, tmp_path: Path, number: signal.Signals) -> None:
+    write_record(tmp_path / "plan.json", replace(plan, software=detect_software()))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "atsplan", *run_command, "-p", PROMPT, "-n", "500", "--temp", "1.5", "--anyway"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(build.__file__).parents[1],
+    )  # fmt: skip
+    assert process.stdout is not None
+    seen = process.stdout.read(len(PROMPT) + 20)
+    process.send_signal(number)
+    rest, errors = process.communicate(timeout=60)
+    assert seen.startswith(PROMPT), errors
+    assert (process.returncode, rest[-1:]) == (128 + number, "\n")
+    assert "Traceback" not in errors
+    assert "The trace is in " in errors
+    assert 0 < len(read_record(tmp_path / "trace.json", Trace).tokens) < 499
 
 
 def test_a_missing_folder_is_said_before_anything_is_loaded(

@@ -20,9 +20,8 @@ from planner.records import write_record
 from profiler.detect import detect_software
 from runtime import build
 from runtime.generation import MAX_WAITING
-from runtime.inspect_model import inspect_model
 from runtime.serve import serve_plan
-from tests.native.engine_plans import plan_for, random_placements
+from tests.native.engine_plans import plan_for, random_placements, weights_of
 
 KEY = "a secret"
 MODEL = "SmolLM2-135M-Instruct.Q4_1"
@@ -33,7 +32,7 @@ ROOT = Path(build.__file__).parents[1]
 @pytest.fixture(scope="module")
 def arguments(native_helper: Path, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return the options that `run` and `serve` have in common."""
-    weights = inspect_model(smollm2, "sim", [512], [64]).weights_decode
+    weights = weights_of(smollm2, 512, 64)
     plan = plan_for(smollm2, random_placements(weights, 1), n_context=512, n_ubatch=64, software=detect_software())
     path = tmp_path_factory.mktemp("serve") / "plan.json"
     write_record(path, plan)

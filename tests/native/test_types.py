@@ -15,9 +15,8 @@ from profiler.synthetic_transformer import SyntheticModel, SyntheticTensor
 from profiler.synthetic_weights import MATRIX_TYPES
 from runtime.bindings import Ggml, Helper, MatmulSpec
 from runtime.engine import Engine, PlanEngine
-from runtime.inspect_model import inspect_model
 from runtime.library import Library, load
-from tests.native.engine_plans import MATMULS, plan_for, uniform_placements
+from tests.native.engine_plans import MATMULS, plan_for, uniform_placements, weights_of
 from tests.native.test_engine_logits import SETTINGS, logits_of
 
 # Not of weights: types of activations that only products read, and whole numbers.
@@ -59,7 +58,7 @@ def test_logits(
     library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, roles: tuple[str, ...], first: int
 ) -> None:
     path = write_in_turn(tmp_path / "model.gguf", name, roles, first, monkeypatch)
-    weights = inspect_model(path, "sim", [256], [32]).weights_decode
+    weights = weights_of(path)
     found = [weight.type for weight in weights if weight.op in MATMULS and any(role in weight.name for role in roles)]
     assert len(set(found)) == min(len(found), len(TYPES))
     expected = logits_of(Engine(library, path, SETTINGS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,8 @@ from planner.errors import AtsplanError
 from planner.hardware import Cpu, Gpu, Hardware
 from planner.library_check import check_file
 from planner.measurements import Profile
-from planner.plan import Plan
-from planner.records import read_record, write_record
+from planner.plan import Plan, WeightCosts
+from planner.records import read_record, to_json, write_record
 from planner.solve import solve
 from planner.units import GIB, MIB
 from planner.workload import Workload
@@ -123,14 +123,17 @@ def test_what_is_wrong_with_a_plan_is_found(
 
 
 def test_placements_must_make_sense(plan_path: Path, plan: Plan) -> None:
-    first = plan.placements[1]
+    raw = json.loads(to_json(plan))["placements"]
+    costs = asdict(WeightCosts(1e-3, 1e-4, 1e-3, 1e-5, ring_bytes=0))
     for placements, problem in (
-        ((*plan.placements, first), "a weight is placed twice"),
-        ((replace(first, decode="gpu", prefill="cpu"), *plan.placements[2:]), "in VRAM for one phase only"),
-        ((replace(first, size_bytes=1), plan.placements[0], *plan.placements[2:]), "not those of its profile"),
+        ([*raw, raw[1]], "a weight is placed twice"),
+        ([raw[0], raw[1] | {"decode": "gpu", "prefill": "cpu"}, *raw[2:]], "placements.1: decode and prefill must"),
+        ([raw[0], raw[1] | {"decode": "cpu", "prefill": "gpu"}, *raw[2:]], "placements.1: decode and prefill must"),
+        ([raw[0], raw[1] | {"costs": costs}, *raw[2:]], "placements.1: costs.ring_bytes must hold the weight's"),
+        ([raw[0], raw[1] | {"size_bytes": 1}, *raw[2:]], "not those of its profile"),
     ):
-        write_record(plan_path, replace(plan, placements=placements))
-        assert any(problem in found for found in check_file(plan_path))
+        plan_path.write_text(json.dumps(json.loads(to_json(plan)) | {"placements": placements}))
+        assert any(problem in found for found in check_file(plan_path)), check_file(plan_path)
     more = sum(p.size_bytes for p in plan.placements) + plan.vram.budget_bytes
     write_record(plan_path, replace(plan, vram=replace(plan.vram, weights_bytes=more, budget_bytes=more)))
     assert any(f"{more} bytes of VRAM for weights, by its profile" in found for found in check_file(plan_path))

@@ -109,8 +109,22 @@ def test_workload_options(profile: Profile) -> None:
     assert cli.make_workload(profile, 16384, 8, "summarise", None, 100) == Workload(8192, 100, 16384, n_threads=8)
     small = cli.make_workload(profile, 512, 0, None, None, None)
     assert small.n_prompt_tokens + small.n_generated_tokens == 512
+    assert cli.make_workload(profile, None, 0, "chat", None, None) == Workload(n_context=4096)
+    assert cli.make_workload(profile, None, 0, "summarise", None, None) == Workload(8192, 512, 8704)
+    assert cli.make_workload(profile, None, 0, None, 5000, None) == Workload(5000, 256, 5376)  # 5256, rounded up
     asked = cli.make_workload(profile, 512, 0, "chat", None, None)
     assert asked.n_prompt_tokens + asked.n_generated_tokens > 512  # solve refuses it and says so
+
+
+@pytest.mark.parametrize("preset", list(cli.Preset))
+def test_every_workload_can_be_solved_without_naming_a_context(profile: Profile, tmp_path: Path, preset: str) -> None:
+    last = profile.memory[-1]
+    twice = replace(last, n_context=2 * last.n_context, context_bytes=2 * last.context_bytes)
+    write_record(tmp_path / "long.json", replace(profile, memory=(*profile.memory, twice)))
+    run("solve", "long.json", "--vram", "3G", "--workload", preset)
+    workload = read_record(tmp_path / "plan.json", Plan).workload
+    assert (workload.n_prompt_tokens, workload.n_generated_tokens) == PRESETS[preset]
+    assert workload.n_context >= sum(PRESETS[preset])
 
 
 def test_errors_are_clear(profile_file: str, budget: str, tmp_path: Path) -> None:
@@ -126,6 +140,7 @@ def test_errors_are_clear(profile_file: str, budget: str, tmp_path: Path) -> Non
         (["show", "missing.json"], "No such file"),
         (["show", "broken.json"], "broken.json: "),
         (["show", profile_file, "--timeline"], "has no timeline"),
+        (["show", profile_file, "--profile", profile_file], "needs no profile"),
     ):
         with pytest.raises(AtsplanError) as caught:
             run(*arguments)

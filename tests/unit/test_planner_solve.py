@@ -102,7 +102,7 @@ def test_same_inputs_same_plan() -> None:
     assert replace(first, solver=second.solver) == second
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.floats(2e9, 80e9), st.floats(1.0, 2.5), st.floats(1e9, 100e9), st.floats(1.0, 2.0), st.integers(30, 200),
     st.randoms(use_true_random=False),

@@ -1,13 +1,17 @@
-"""Thread counts as people write them."""
+"""Thread counts as people write them, and what becomes of a profile of a busy machine."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from planner import cache
 from planner.errors import AtsplanError
 from planner.hardware import Cpu
 from planner.units import GIB, MIB
-from profiler.commands import parse_threads
+from profiler.commands import _store, parse_threads
+from tests.unit.planner_profiles import TINY, synthetic_profile
 
 
 def cpu(physical_cores: int, logical_cores: int) -> Cpu:
@@ -31,3 +35,20 @@ def test_nonsense_is_refused(text: str) -> None:
     with pytest.raises(AtsplanError, match="not a list of thread counts") as caught:
         parse_threads(text, cpu(8, 16))
     assert "from 1 to 16" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("is_simulated", "is_cached", "said"),
+    [(False, False, "Not cached: 40% of the"), (True, True, "Warning: 40% of the")],
+)
+def test_a_profile_of_a_busy_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_simulated: bool, is_cached: bool, said: str
+) -> None:
+    profile = replace(synthetic_profile(TINY), is_simulated=is_simulated)
+    _store(profile)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(cache, "noisy_fraction", lambda _: 0.4)
+    profile = replace(profile, n_context=77)
+    _store(profile)
+    assert said in capsys.readouterr().err
+    assert (cache.find_profile(profile.model.fingerprint, n_context=77) is not None) == is_cached

@@ -7,24 +7,57 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from runtime.control_groups import usable_cores
 from runtime.host_load import INTERVAL_SECONDS, HostLoad, ThreadCount
 
 
 def test_counts_what_others_take() -> None:
     now = busy = own = 0.0
     load = HostLoad(lambda: busy, lambda: own, lambda: now)
+    n_cores = len(os.sched_getaffinity(0))
     assert load.free_cores() is None  # too soon
     now, busy, own = 1.0, 3.0, 2.5  # half a core is taken by others
-    assert load.free_cores() == pytest.approx(load.n_cores - 0.5)
+    assert load.free_cores() == pytest.approx(n_cores - 0.5)
     now, busy, own = 1.0 + INTERVAL_SECONDS / 2, 9.0, 2.5
     assert load.free_cores() is None
     now, busy, own = 2.0, 1000.0, 2.5
     assert load.free_cores() == 0.0
     now, busy, own = 3.0, 1000.0, 4.0  # rounding: others never give cores
-    assert load.free_cores() == load.n_cores
+    assert load.free_cores() == n_cores
+
+
+def test_no_more_cores_are_free_than_the_quota() -> None:
+    now = busy = 0.0
+    load = HostLoad(lambda: busy, lambda: 0.0, lambda: now, max_cores=0.75)
+    now = 1.0
+    assert load.free_cores() == 0.75
+    now, busy = 2.0, 1000.0
+    assert load.free_cores() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "expected"),
+    [
+        ("0::/box", {"box/cpu.max": "50000 100000\n"}, 0.5),
+        ("0::/box/inner", {"box/cpu.max": "50000 100000\n", "box/inner/cpu.max": "max 100000\n"}, 0.5),
+        ("2:cpu,cpuacct:/", {"cpu,cpuacct/cpu.cfs_quota_us": "25000", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 0.25),
+        ("2:cpu,cpuacct:/", {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, None),
+        ("0::/box", {"box/cpu.max": "max 100000\n"}, None),
+        ("0::/box", {"box/cpu.max": "nonsense"}, None),
+        ("0::/box", {}, None),
+        ("", {}, None),
+    ],
+)
+def test_quotas_of_control_groups(tmp_path: Path, group: str, files: dict[str, str], expected: float | None) -> None:
+    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in {"proc/self/cgroup": group, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cores(tmp_path) == (expected or len(os.sched_getaffinity(0)))
 
 
 def test_sees_a_busy_process() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from planner.errors import AtsplanError
 from runtime.native_log import last_problem
-from runtime.session import LoadSettings, deferred_interrupt
+from runtime.session import LoadSettings, deferred_interrupt, orderly_end
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,34 @@ def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
         reached = is_interrupted()
     assert reached
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_orderly_end_waits_too_and_comes_once(number: signal.Signals) -> None:
+    steps = []
+    with pytest.raises(SystemExit) as ended, orderly_end():
+        try:
+            with deferred_interrupt() as is_interrupted:
+                signal.raise_signal(number)
+                steps.append(is_interrupted())
+            steps.append("not reached")
+        finally:
+            signal.raise_signal(number)
+            steps.append("trace written")
+    assert steps == [True, "trace written"]
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_an_orderly_end_leaves_hang_ups_ignored() -> None:
+    """Under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with orderly_end():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def test_an_error_is_not_hidden_by_an_interrupt() -> None:

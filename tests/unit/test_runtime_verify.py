@@ -89,10 +89,12 @@ def test_an_unknown_commit_is_no_difference(plan: Plan, commit: str) -> None:
 
 def test_memory(plan: Plan) -> None:
     placements = (Placement("up", 3 << 20, "stream", "cpu"), Placement("down", 1 << 20, "gpu", "gpu"))
-    needy = replace(plan, placements=placements, vram=replace(plan.vram, weights_bytes=1 << 20, ring_bytes=1 << 20))
-    check_memory(needy, 2 << 20, 3 << 20)
-    check_memory(needy, None, 3 << 20)
-    with pytest.raises(DeviceError, match=r"needs 2\.0 MiB of VRAM, 0\.5 MiB more than is free"):
-        check_memory(needy, 3 << 19, 3 << 20)
+    needy = replace(plan, placements=placements, vram=replace(plan.vram, weights_bytes=1 << 20, ring_bytes=3 << 20))
+    edited = replace(plan, placements=placements)  # which says that it needs no VRAM
+    for each in (needy, edited):
+        check_memory(each, 4 << 20, 3 << 20)
+        check_memory(each, None, 3 << 20)
+        with pytest.raises(DeviceError, match=r"needs 4\.0 MiB of VRAM, 0\.5 MiB more than is free"):
+            check_memory(each, 7 << 19, 3 << 20)
     with pytest.raises(DeviceError, match=r"keeps 3\.0 MiB of weights in host memory, 1\.0 MiB more"):
         check_memory(needy, None, 2 << 20)
