@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .experts import Experts
+from .experts import PREDICTION_BYTES, Experts
 from .patterns import UnitGroups
 from .plan import WeightClass
 from .problem import Costs, Graph, Unit
@@ -110,9 +110,6 @@ class DecodeProblem:
     def vram_bytes(self, classes: Sequence[WeightClass]) -> int:
         return sum(unit.vram_bytes for unit, cls in zip(self.units, classes, strict=True) if cls == "gpu")
 
-    def needed_ring_bytes(self, classes: Sequence[WeightClass]) -> int:
-        return max((size for size, cls in zip(self.ring_bytes, classes, strict=True) if cls == "stream"), default=0)
-
     def expand(self, classes: Sequence[WeightClass]) -> list[WeightClass]:
         """Return classes per use of a weight from classes per unit."""
         expanded: list[WeightClass] = ["gpu"] * len(self.graph.inputs)
@@ -121,6 +118,10 @@ class DecodeProblem:
                 expanded[use] = cls
         return expanded
 
+    def shares_ring(self, classes: Sequence[WeightClass]) -> bool:
+        """Tell whether single experts are kept in the ring: while decoding, nothing else passes through it."""
+        return "stream" not in classes and bool(self._split_blocks(classes))
+
     def simulate(self, classes: Sequence[WeightClass], ring_bytes: int, *, is_rough: bool = False) -> Timeline:
         costs, expanded = self.costs, self.expand(classes)
         if self.experts is not None:
@@ -128,23 +129,43 @@ class DecodeProblem:
             costs = replace(costs, expert_steps=steps)
         return simulate(self.graph, costs, expanded, ring_bytes, is_rough=is_rough)
 
+    def residents_room_bytes(self, ring_bytes: int) -> int:
+        """Return the VRAM for residents beside a ring and the least that single experts need."""
+        if not self.split_units:
+            return self.available_bytes - ring_bytes
+        everything = range(len(self.experts.blocks)) if self.experts else ()
+        least = self.experts.vram_bytes(everything, 0) if self.experts else 0
+        return self.available_bytes - max(ring_bytes + PREDICTION_BYTES, least)
+
     def room_bytes(self, classes: Sequence[WeightClass]) -> int:
-        """Return the VRAM left for a ring and for cached experts."""
+        """Return the VRAM left for a ring, and for cached experts, in it or beside it."""
         room = self.available_bytes - self.vram_bytes(classes)
+        if self.shares_ring(classes):
+            return room - PREDICTION_BYTES
         return room - self.experts.vram_bytes(self._split_blocks(classes), 0) if self.experts else room
+
+    def least_ring_bytes(self, classes: Sequence[WeightClass]) -> int:
+        """Return the ring that decoding needs: for what it streams, or for the experts of one layer."""
+        if self.experts is not None and self.shares_ring(classes):
+            return self.experts.vram_bytes(self._split_blocks(classes), 0) - PREDICTION_BYTES
+        return max((size for size, cls in zip(self.ring_bytes, classes, strict=True) if cls == "stream"), default=0)
 
     def cache_bytes(self, classes: Sequence[WeightClass], ring_bytes: int) -> int | None:
         """Return what cached experts get beside residents and ring; None if none are decoded one by one."""
         active = self._split_blocks(classes)
         if self.experts is None or not active:
             return None
-        return max(0, self.experts.cache_bytes(active, self.available_bytes - self.vram_bytes(classes) - ring_bytes))
+        shared = ring_bytes + PREDICTION_BYTES
+        beside = self.available_bytes - self.vram_bytes(classes) - ring_bytes
+        return max(0, self.experts.cache_bytes(active, shared if self.shares_ring(classes) else beside))
 
     def experts_bytes(self, classes: Sequence[WeightClass], ring_bytes: int) -> int:
-        """Return the VRAM that single experts take."""
+        """Return the VRAM that single experts take beside the ring."""
         cache_bytes = self.cache_bytes(classes, ring_bytes)
         if self.experts is None or cache_bytes is None:
             return 0
+        if self.shares_ring(classes):
+            return PREDICTION_BYTES
         return self.experts.vram_bytes(self._split_blocks(classes), cache_bytes)
 
     def _split_blocks(self, classes: Sequence[WeightClass]) -> list[int]:

@@ -24,7 +24,7 @@ _MAX_BATCH_COLUMNS = 1024  # tokens times experts used
 _MAX_STREAMED = 128
 _WORTH_CACHING = 2.0  # of the time for all experts, to copy one more
 _PADDING_BYTES = 4 * KIB  # of a tensor: alignment, and the last row of quantised ones
-_PREDICTION_BYTES = 256 * KIB  # for the prediction of a layer's routing
+PREDICTION_BYTES = 256 * KIB  # for the prediction of a layer's routing; never in the ring
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Experts:
         for members, n_slots in self._slots(active, cache_bytes):
             block = self.blocks[members[0]]
             total += (n_slots + block.n_spares) * block.expert_bytes + block.scratch_bytes
-        return total + _PREDICTION_BYTES if total else 0
+        return total + PREDICTION_BYTES if total else 0
 
     def cache_bytes(self, active: Sequence[int], room_bytes: int) -> int:
         """Return the largest useful cache for which `vram_bytes` stays within the room; negative if nothing fits."""

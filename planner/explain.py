@@ -138,13 +138,17 @@ def _prefill_of(group: Sequence[Placement]) -> str:
 def memory_parts(plan: Plan) -> list[tuple[str, int]]:
     """Return where the budget goes, in words and bytes; they add up to it."""
     vram = plan.vram
-    parts = [
+    if plan.shares_ring:
+        passing = [("ring, single experts", vram.ring_bytes + vram.experts_bytes)]
+    else:
+        passing = [("ring for streaming", vram.ring_bytes)]
+        if vram.experts_bytes:
+            passing.append(("single experts", vram.experts_bytes))
+    return [
         ("weights", vram.weights_bytes), ("context (KV cache)", vram.context_bytes),
-        ("compute buffers", vram.compute_bytes), ("ring for streaming", vram.ring_bytes),
-        ("single experts", vram.experts_bytes), ("driver and kernels", vram.overhead_bytes),
+        ("compute buffers", vram.compute_bytes), *passing, ("driver and kernels", vram.overhead_bytes),
         ("margin", vram.margin_bytes), ("idle", vram.idle_bytes),
     ]  # fmt: skip
-    return [(name, size) for name, size in parts if size or name != "single experts"]
 
 
 def _memory_table(plan: Plan) -> Table:

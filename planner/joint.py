@@ -5,7 +5,8 @@ exact knapsack at that worth decides how many units of each kind are resident, f
 the rest, and then small changes to the best of them, are judged by the simulator.
 
 A layer's experts in VRAM serve that layer only; the same bytes as a cache serve the most used experts of all layers.
-Both are tried, and mixtures: the cache takes what residents and ring leave.
+Both are tried, and mixtures: the cache takes what residents leave. It lies in the ring, which only prompts use then, or
+beside the ring if decoding streams something else as well.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def _resident_counts(problem: DecodeProblem, weight: float, crossing_weight: flo
     is larger than the ring, the link comes to a halt: that time is lost as well.
     """
     link_rate = sum(unit.size_bytes for unit in problem.units) / sum(problem.link_seconds)
-    room_bytes = problem.room_bytes(["cpu"] * len(problem.units)) - ring_bytes
+    room_bytes = problem.residents_room_bytes(ring_bytes)
     by_kind = problem.groups.by_kind
     gains, sizes, items, worthwhile = [], [], [], []
     for k, kind in enumerate(by_kind):
@@ -219,8 +220,9 @@ def _patterns(problem: DecodeProblem, weight: float, ring_bytes: int) -> list[Ca
     for residents in _distinct(chosen for c in counts for chosen in resident_patterns(problem.groups, c)):
         for streamed in _ways_to_stream(problem, residents, ring_bytes):
             classes = _classes(problem, residents, streamed)
-            if classes not in tried:
-                tried[classes] = problem.simulate(classes, ring_bytes, is_rough=True).seconds
+            ring = _ring_for(problem, classes, ring_bytes)
+            if classes not in tried and ring >= problem.least_ring_bytes(classes):
+                tried[classes] = problem.simulate(classes, ring, is_rough=True).seconds
     best = sorted(tried, key=lambda classes: tried[classes])[:_N_SEARCHED]
     return [_candidate(problem, classes, ring_bytes) for classes in best]
 
@@ -260,13 +262,13 @@ def _balanced_length(problem: DecodeProblem, host: Iterable[int], order: Sequenc
 def _improve(problem: DecodeProblem, start: Candidate) -> Candidate:
     """Return the candidate after small random changes that the simulator approves.
 
-    The ring takes all VRAM left, unless experts can be cached there. It stays large enough for what it can stream now,
+    The ring takes all VRAM left, unless experts are cached beside it. It stays large enough for what it can stream now,
     if only in prompts.
     """
 
     def ring_of(classes: Sequence[WeightClass]) -> int:
-        room = problem.room_bytes(classes)
-        return room if problem.cache_bytes(classes, 0) is None else min(room, start.ring_bytes)
+        has_cache = problem.cache_bytes(classes, 0) is not None
+        return _ring_for(problem, classes, start.ring_bytes if has_cache else problem.available_bytes)
 
     largest = max((problem.ring_bytes[u] for u, cls in enumerate(start.classes) if cls != "gpu"), default=0)
     smallest_ring = min(start.ring_bytes, largest)
@@ -280,7 +282,7 @@ def _improve(problem: DecodeProblem, start: Candidate) -> Candidate:
             continue
         _apply(classes, change)
         ring = ring_of(classes)
-        if ring >= max(smallest_ring, problem.needed_ring_bytes(classes)):
+        if ring >= max(smallest_ring, problem.least_ring_bytes(classes)):
             seconds = problem.simulate(classes, ring, is_rough=True).seconds
             if seconds < best:
                 best = seconds
@@ -331,9 +333,15 @@ def _classes(problem: DecodeProblem, residents: Collection[int], streamed: Itera
     return tuple(classes)
 
 
+def _ring_for(problem: DecodeProblem, classes: Sequence[WeightClass], ring_bytes: int) -> int:
+    """Return the ring that there is room for: all of the room, where single experts are kept in it."""
+    room = problem.room_bytes(classes)
+    return room if problem.shares_ring(classes) else min(ring_bytes, room)
+
+
 def _candidate(problem: DecodeProblem, classes: tuple[WeightClass, ...], ring_bytes: int) -> Candidate:
-    seconds = problem.simulate(classes, ring_bytes).seconds
-    return Candidate(classes, ring_bytes, seconds, problem.cache_bytes(classes, ring_bytes))
+    ring = _ring_for(problem, classes, ring_bytes)
+    return Candidate(classes, ring, problem.simulate(classes, ring).seconds, problem.cache_bytes(classes, ring))
 
 
 def _distinct(sets: Iterable[set[int]]) -> list[set[int]]:

@@ -65,7 +65,7 @@ class VramBudget:
     overhead_bytes: int
     margin_bytes: int
     idle_bytes: int
-    experts_bytes: int = 0  # cached and streamed experts, see ExpertPolicy
+    experts_bytes: int = 0  # of single experts beside the ring, see Plan.shares_ring
 
 
 @dataclass(frozen=True)
@@ -123,3 +123,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     profiled_at: str = ""  # when its profile was measured, as MachineState.taken_at; "": unknown
     schema_version: int = PLAN_SCHEMA_VERSION
+
+    @property
+    def shares_ring(self) -> bool:
+        """Whether single experts are kept in the ring: while decoding, nothing else passes through it."""
+        return self.experts is not None and all(placement.decode != "stream" for placement in self.placements)

@@ -90,7 +90,8 @@ def solve(
         problem = replace(problem, experts=None)
     decode = problem.expand(candidate.classes)
     steps = problem.experts.steps(decode, candidate.cache_bytes or 0).values() if problem.experts else ()
-    ring_bytes = candidate.ring_bytes if "stream" in (*decode, *solution.prefill) else 0
+    has_ring = "stream" in (*decode, *solution.prefill) or problem.shares_ring(candidate.classes)
+    ring_bytes = candidate.ring_bytes if has_ring else 0
     experts_bytes = problem.experts_bytes(candidate.classes, candidate.ring_bytes)
     vram = vram_budget(fixed, budget_bytes, problem.vram_bytes(candidate.classes), ring_bytes, experts_bytes)
     placements = _placements(profile.weights, decode, solution.prefill, _weight_costs(problem, decode))

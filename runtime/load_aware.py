@@ -161,7 +161,9 @@ class LoadAware:
             )
 
     def _smallest_ring_bytes(self) -> int:
-        """Return the room for the largest weight that is streamed, be it in prompts only."""
+        """Return the room for the largest weight that is streamed, if only in prompts; all, if experts share it."""
+        if self._plan.shares_ring:
+            return self._plan.vram.ring_bytes
         streamed = [p for p in self._plan.placements if "stream" in (p.decode, p.prefill)]
         return max((p.costs.ring_bytes if p.costs else p.size_bytes for p in streamed), default=0)
 

@@ -143,8 +143,11 @@ bool Executor::compile_cpu_steps(CompiledProgram & compiled) {
     std::vector<ExpertBlock>     blocks(steps.size()); // without nodes where the step is none
     std::vector<ExpertBlock>     expert_blocks;
     size_t                       needed = 0;
-    // Prompts' classes may leave other blocks than those that decoding has memory for.
-    const bool has_experts = ExpertLane::is_wanted(*settings_) && (!compiled.program.is_prefill || compiled.program.n_tokens == 1);
+    // Prompts' classes may leave other blocks than those that decoding has memory for; and where that memory is the
+    // ring's, a program has experts or streams.
+    const bool may_share   = !settings_->streams_while_decoding();
+    const bool has_experts = ExpertLane::is_wanted(*settings_) && (!compiled.program.is_prefill || compiled.program.n_tokens == 1) &&
+                             (!may_share || compiled.program.streams.empty());
     for (size_t i = 0; i < steps.size(); i++) {
         if (has_experts && match_expert_block(steps[i], is_pinned_weight, blocks[i]) &&
             (blocks[i].n_tokens() == 1 || ExpertBatch::can_run(blocks[i], compiled.template_graph))) {
@@ -155,11 +158,15 @@ bool Executor::compile_cpu_steps(CompiledProgram & compiled) {
         needed    = std::max(needed, Arena::bytes_for(steps[i]));
     }
     const int generation = expert_lane_->generation();
-    if (!expert_blocks.empty() && !expert_lane_->prepare(expert_blocks, *settings_)) {
+    if (!expert_blocks.empty() && !expert_lane_->prepare(expert_blocks, *settings_, *ring_, may_share)) {
         return false;
     }
     if (generation != expert_lane_->generation()) {
         programs_.clear();
+        experts_hold_ring_ = false;
+    }
+    if (!expert_blocks.empty()) {
+        give_ring_to_experts(); // compiling runs graphs there
     }
     if (needed > arena_.size_bytes()) {
         ggml_backend_synchronize(compute_.get());
@@ -197,13 +204,16 @@ ggml_status Executor::compute(ggml_cgraph * graph) {
     {
         Stopwatch         total(round_.total_ns, true);
         CompiledProgram * compiled = find_or_compile(graph);
-        if (compiled == nullptr || !ring_->set_sequence(compiled->program, static_cast<size_t>(settings_->ring_bytes))) {
+        if (compiled == nullptr || !give_ring_to_streams(compiled->program)) {
             ats_fail("out of memory while preparing a graph of %d nodes", graph->n_nodes);
             return GGML_STATUS_ALLOC_FAILED;
         }
+        const bool has_experts = compiled->has_experts();
+        if (has_experts) {
+            give_ring_to_experts();
+        }
         ring_->set_timed(settings_->statistics != 0);
         note_run(*compiled);
-        const bool has_experts = std::any_of(compiled->cpu_steps.begin(), compiled->cpu_steps.end(), [](const CompiledStep & step) { return step.experts != nullptr; });
         const bool is_token    = has_experts && compiled->program.n_tokens == 1;
         if (is_token) {
             expert_lane_->begin_token(*bridge_, *settings_);
@@ -238,12 +248,38 @@ ggml_status Executor::compute(ggml_cgraph * graph) {
     return status;
 }
 
+void Executor::give_ring_to_experts() {
+    if (expert_lane_->shares_ring() && !experts_hold_ring_) {
+        ring_->lend(static_cast<size_t>(settings_->ring_bytes)); // which was had before
+        expert_lane_->forget_slots();
+        experts_hold_ring_ = true;
+    }
+}
+
+// False: out of memory. If the ring moves, experts lose their place in it.
+bool Executor::give_ring_to_streams(const Program & program) {
+    if (!program.streams.empty() && experts_hold_ring_) {
+        ggml_backend_synchronize(experts_.get());
+        ggml_backend_synchronize(compute_.get());
+        experts_hold_ring_ = false;
+    }
+    const bool ok = ring_->set_sequence(program, static_cast<size_t>(settings_->ring_bytes));
+    if (expert_lane_->shares_ring() && expert_lane_->ring_generation() != ring_->generation()) {
+        expert_lane_->free_memory();
+        const auto has_experts = [](const std::unique_ptr<CompiledProgram> & compiled) { return compiled->has_experts(); };
+        programs_.erase(std::remove_if(programs_.begin(), programs_.end(), has_experts), programs_.end());
+    }
+    return ok;
+}
+
 // After a pause, CUDA graphs have to be captured anew, and that must not happen while the GPU waits for the host.
 void Executor::note_run(CompiledProgram & compiled) {
     const int64_t now = now_ns();
     if (compiled.n_runs > 0 && now - compiled.last_run_ns > long_pause_ns) {
         compiled.n_runs = 0;
-        expert_lane_->warm_up(*bridge_);
+        if (!expert_lane_->shares_ring() || experts_hold_ring_) {
+            expert_lane_->warm_up(*bridge_);
+        }
     }
     compiled.n_runs++;
     compiled.last_run_ns = now;
@@ -283,7 +319,7 @@ ggml_status Executor::run(CompiledProgram & compiled) {
 void Executor::prefetch(const CompiledProgram & compiled) {
     if (settings_->prefetch != 0) {
         Stopwatch stopwatch(round_.copy_issue_ns, settings_->statistics != 0);
-        ring_->prefetch(static_cast<int>(compiled.program.streams.size()));
+        ring_->prefetch(static_cast<int>(compiled.program.streams.size()), expert_lane_->shares_ring());
     }
 }
 

@@ -12,6 +12,7 @@
 #include "ggml-cpu.h"
 #include "ggml-impl.h"
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -41,12 +42,18 @@ class Executor {
         std::vector<uint64_t>     launch_uids; // per operation
         int64_t                   n_runs      = 0; // without a long pause
         int64_t                   last_run_ns = 0;
+
+        bool has_experts() const {
+            return std::any_of(cpu_steps.begin(), cpu_steps.end(), [](const CompiledStep & step) { return step.experts != nullptr; });
+        }
     };
 
     Executor() = default;
     CompiledProgram * find_or_compile(ggml_cgraph * graph);
     void              choose_bridge();
     bool              compile_cpu_steps(CompiledProgram & compiled);
+    void              give_ring_to_experts();
+    bool              give_ring_to_streams(const Program & program);
     void              note_run(CompiledProgram & compiled);
     ggml_status       run(CompiledProgram & compiled);
     void              prefetch(const CompiledProgram & compiled);
@@ -60,6 +67,7 @@ class Executor {
     std::unique_ptr<ActivationBridge>             copy_bridge_, zero_copy_bridge_;
     ActivationBridge *                            bridge_ = nullptr;
     std::unique_ptr<ExpertLane>                   expert_lane_;
+    bool                                          experts_hold_ring_ = false; // of memory that both use, in turn
     std::unique_ptr<ggml_threadpool, void (*)(ggml_threadpool *)> threadpool_{nullptr, ggml_threadpool_free};
     int                                           n_threads_ = 0;
     Arena                                         arena_;

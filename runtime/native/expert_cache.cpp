@@ -38,6 +38,16 @@ int ExpertCache::use(int32_t expert, int n_uses) {
     return used.slot;
 }
 
+void ExpertCache::clear_slots() {
+    for (Slot & slot : slots_) {
+        if (slot.expert >= 0) {
+            experts_[static_cast<size_t>(slot.expert)].slot = -1;
+        }
+        slot = {};
+    }
+    n_filled_ = 0;
+}
+
 int ExpertCache::admit(int32_t expert, bool must) {
     Expert & admitted = experts_[static_cast<size_t>(expert)];
     int      victim   = -1;

@@ -28,6 +28,9 @@ class ExpertCache {
     // Slots that this round uses stay. If it must be admitted, only those do.
     int admit(int32_t expert, bool must = false);
 
+    // All slots are empty: their memory was used for something else. Scores stay.
+    void clear_slots();
+
     int n_slots() const { return static_cast<int>(slots_.size()); }
 
   private:

@@ -26,7 +26,29 @@ size_t ExpertFamily::graph_bytes(const ExpertBlock & block, size_t n_graphs) {
     return n_graphs * (n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false));
 }
 
-bool ExpertFamily::allocate(const ExpertBlock & block, int n_slots, ggml_backend_t gpu) {
+static size_t padded_bytes(const ggml_tensor * tensor, ggml_backend_buffer_type_t type) {
+    constexpr size_t alignment = 256;
+    return (ggml_backend_buft_get_alloc_size(type, tensor) + alignment - 1) / alignment * alignment;
+}
+
+static size_t bytes_of(const std::vector<ggml_tensor *> & tensors, ggml_backend_buffer_type_t type) {
+    size_t bytes = 0;
+    for (const ggml_tensor * tensor : tensors) {
+        bytes += padded_bytes(tensor, type);
+    }
+    return bytes;
+}
+
+static void place_tensors(const std::vector<ggml_tensor *> & tensors, ggml_backend_buffer_type_t type, ggml_backend_buffer_t buffer, size_t offset) {
+    char * next = static_cast<char *>(ggml_backend_buffer_get_base(buffer)) + offset;
+    for (ggml_tensor * tensor : tensors) {
+        tensor->buffer = buffer;
+        tensor->data   = next;
+        next += padded_bytes(tensor, type);
+    }
+}
+
+bool ExpertFamily::create(const ExpertBlock & block, int n_slots, ggml_backend_t gpu) {
     cache = std::make_unique<ExpertCache>(n_slots);
     spares.resize(static_cast<size_t>(n_spares(static_cast<int>(block.n_used()))));
     const int64_t n_all     = n_slots + static_cast<int64_t>(spares.size());
@@ -37,7 +59,8 @@ bool ExpertFamily::allocate(const ExpertBlock & block, int n_slots, ggml_backend
     if (!context) {
         return false;
     }
-    std::vector<ggml_tensor *> on_device, on_host;
+    device_type = ggml_backend_get_default_buffer_type(gpu);
+    std::vector<ggml_tensor *> on_host;
     const auto                 add = [](std::vector<ggml_tensor *> & place, ggml_tensor * tensor) {
         place.push_back(tensor);
         return tensor;
@@ -62,36 +85,22 @@ bool ExpertFamily::allocate(const ExpertBlock & block, int n_slots, ggml_backend
     columns     = add(on_host, ggml_new_tensor_1d(context.get(), GGML_TYPE_I8, sizeof(ExpertColumns)));
     gpu_columns = add(on_device, ggml_new_tensor_1d(context.get(), GGML_TYPE_I8, sizeof(ExpertColumns)));
 
-    constexpr size_t alignment = 256;
-    const auto       padded    = [&](const ggml_tensor * tensor) {
-        const size_t bytes = ggml_backend_buft_get_alloc_size(ggml_backend_get_default_buffer_type(gpu), tensor);
-        return (bytes + alignment - 1) / alignment * alignment;
-    };
-    const auto size_of = [&](const std::vector<ggml_tensor *> & tensors) {
-        size_t bytes = 0;
-        for (const ggml_tensor * tensor : tensors) {
-            bytes += padded(tensor);
-        }
-        return bytes;
-    };
-    const auto place = [&](ggml_backend_buffer_t buffer, const std::vector<ggml_tensor *> & tensors) {
-        ggml_backend_buffer_clear(buffer, 0);
-        char * next = static_cast<char *>(ggml_backend_buffer_get_base(buffer));
-        for (ggml_tensor * tensor : tensors) {
-            tensor->buffer = buffer;
-            tensor->data   = next;
-            next += padded(tensor);
-        }
-    };
     bool is_pinned = false;
-    device.reset(ggml_backend_buft_alloc_buffer(ggml_backend_get_default_buffer_type(gpu), size_of(on_device)));
-    host.reset(ats_alloc_activations(size_of(on_host), is_pinned));
-    if (!device || !is_pinned) {
+    host.reset(ats_alloc_activations(bytes_of(on_host, device_type), is_pinned));
+    if (!host || !is_pinned) {
         return false;
     }
-    place(device.get(), on_device);
-    place(host.get(), on_host);
+    ggml_backend_buffer_clear(host.get(), 0);
+    place_tensors(on_host, device_type, host.get(), 0);
     return true;
+}
+
+size_t ExpertFamily::device_bytes() const {
+    return bytes_of(on_device, device_type);
+}
+
+void ExpertFamily::place(ggml_backend_buffer_t buffer, size_t offset) {
+    place_tensors(on_device, device_type, buffer, offset);
 }
 
 ggml_cgraph * ExpertFamily::build_graph(ggml_context * context, const ExpertBlock & block, int64_t n_columns, int64_t n_tokens, bool on_gpu) const {

@@ -27,8 +27,14 @@ struct ExpertFamily {
     // Bytes of a context for `n_graphs` graphs of the block.
     static size_t graph_bytes(const ExpertBlock & block, size_t n_graphs);
 
-    // False: out of memory.
-    bool allocate(const ExpertBlock & block, int n_slots, ggml_backend_t gpu);
+    // What the family needs, and its host memory. False: out of memory.
+    bool create(const ExpertBlock & block, int n_slots, ggml_backend_t gpu);
+
+    // Of VRAM.
+    size_t device_bytes() const;
+
+    // Take that much VRAM from there on. Before the first use, and whenever others have written there, it has to be zeroed.
+    void place(ggml_backend_buffer_t buffer, size_t offset);
 
     // The block's nodes for one token with n_columns experts, or for several tokens on the CPU with one expert each, on this
     // memory: the GPU's reads the slots, the CPU's the weights.
@@ -44,7 +50,9 @@ struct ExpertFamily {
 
     std::unique_ptr<ExpertCache> cache;
     ggml_context_ptr             context;
-    ggml_backend_buffer_ptr      device, host;
+    ggml_backend_buffer_ptr      host;
+    ggml_backend_buffer_type_t   device_type = nullptr;
+    std::vector<ggml_tensor *>   on_device; // in order of their addresses
     std::vector<ggml_tensor *>   slots; // per weight of a block: (n_in, n_out, the cache's + those for one use)
     std::vector<ggml_tensor *>   gpu_results, cpu_results; // per node of a block; n_used columns, those of all tokens
     ggml_tensor *                gpu_x, *gpu_ids, *cpu_x;  // one token's

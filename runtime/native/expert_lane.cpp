@@ -11,12 +11,13 @@ static constexpr double  worth_waiting_ns = 50000; // of time for copies
 static constexpr int64_t max_waiting_ns   = 20000; // for a prediction, while the CPU could compute
 static constexpr double  worth_caching    = 2.0;   // of the time for all, to copy one more
 
-bool ExpertLane::prepare(const std::vector<ExpertBlock> & blocks, const Settings & settings) {
+bool ExpertLane::prepare(const std::vector<ExpertBlock> & blocks, const Settings & settings, WeightRing & ring, bool may_share) {
     std::map<std::string, std::vector<const ExpertBlock *>> wanted;
     for (const ExpertBlock & block : blocks) {
         wanted[ExpertFamily::key_of(block)].push_back(&block);
     }
-    const bool known = cache_bytes_ == settings.expert_cache_bytes &&
+    const bool fits  = !shares_ring_ || (may_share && ring_generation_ == ring.generation() && ring_bytes_ == settings.ring_bytes);
+    const bool known = cache_bytes_ == settings.expert_cache_bytes && fits &&
                        std::all_of(wanted.begin(), wanted.end(), [&](const auto & entry) { return families_.count(entry.first) != 0; });
     if (known) {
         return true;
@@ -26,24 +27,20 @@ bool ExpertLane::prepare(const std::vector<ExpertBlock> & blocks, const Settings
     expert_link_ns_    = static_cast<double>(settings.expert_link_ns);
     expert_cpu_ns_     = static_cast<double>(settings.expert_cpu_ns);
     expert_latency_ns_ = static_cast<double>(settings.expert_link_latency_ns);
-    scratch_.reset(ggml_backend_buft_alloc_buffer(ggml_backend_get_default_buffer_type(experts_), prediction_scratch_bytes));
-    if (!scratch_) {
-        return false;
-    }
     size_t all_bytes = 0;
     for (const ExpertBlock & block : blocks) {
         all_bytes += block.expert_bytes();
     }
+    bool   ok           = true;
+    size_t device_bytes = 0;
     for (const auto & entry : wanted) { // every layer gets the same number of slots
         const ExpertBlock & block   = *entry.second.front();
         const double        share   = static_cast<double>(entry.second.size()) / static_cast<double>(all_bytes);
         const int           n_slots = static_cast<int>(share * static_cast<double>(cache_bytes_));
         const int           n_most  = static_cast<int>(block.n_experts() * static_cast<int64_t>(entry.second.size()));
         ExpertFamily &      family  = families_[entry.first];
-        if (!family.allocate(block, std::min(n_slots, n_most), experts_)) {
-            free_memory();
-            return false;
-        }
+        ok                          = ok && family.create(block, std::min(n_slots, n_most), experts_);
+        device_bytes += ok ? family.device_bytes() : 0;
         std::vector<double> cpu_ns(1, 0.0), gpu_ns;
         for (int64_t n = 0; n <= block.n_used(); n++) {
             cpu_ns.push_back(static_cast<double>(settings.expert_cpu_base_ns + (n + 1) * settings.expert_cpu_ns));
@@ -52,7 +49,46 @@ bool ExpertLane::prepare(const std::vector<ExpertBlock> & blocks, const Settings
         family.cpu_ns = TimeCurve(std::move(cpu_ns));
         family.gpu_ns = TimeCurve(std::move(gpu_ns));
     }
+    if (!ok || !find_memory(device_bytes, settings, ring, may_share)) {
+        free_memory();
+        return false;
+    }
+    size_t offset = 0;
+    for (auto & entry : families_) {
+        entry.second.place(memory_, offset);
+        offset += entry.second.device_bytes();
+    }
     return true;
+}
+
+bool ExpertLane::find_memory(size_t bytes, const Settings & settings, WeightRing & ring, bool may_share) {
+    ggml_backend_buffer_type_t type = ggml_backend_get_default_buffer_type(experts_);
+    shares_ring_ = may_share && bytes <= static_cast<size_t>(settings.ring_bytes);
+    if (shares_ring_) {
+        memory_          = ring.lend(static_cast<size_t>(settings.ring_bytes));
+        ring_bytes_      = settings.ring_bytes;
+        ring_generation_ = ring.generation();
+    } else {
+        own_memory_.reset(ggml_backend_buft_alloc_buffer(type, bytes));
+        memory_ = own_memory_.get();
+    }
+    scratch_.reset(ggml_backend_buft_alloc_buffer(type, prediction_scratch_bytes));
+    if (memory_ == nullptr || !scratch_) {
+        return false;
+    }
+    ggml_backend_buffer_clear(memory_, 0);
+    return true;
+}
+
+void ExpertLane::forget_slots() {
+    for (auto & entry : families_) {
+        ExpertFamily & family = entry.second;
+        family.cache->clear_slots();
+        std::fill(family.spares.begin(), family.spares.end(), ExpertFamily::Spare());
+    }
+    last_  = {};
+    ahead_ = {};
+    ggml_backend_buffer_clear(memory_, 0);
 }
 
 int ExpertLane::layer_for(const ExpertBlock & block) {
@@ -413,15 +449,15 @@ void ExpertLane::free_memory() {
     layers_.clear();
     layer_of_.clear();
     families_.clear();
+    own_memory_.reset();
     scratch_.reset();
+    memory_      = nullptr;
+    shares_ring_ = false;
     cache_bytes_ = -1;
     generation_++;
 }
 
 int64_t ExpertLane::size_bytes() const {
-    int64_t bytes = scratch_ ? static_cast<int64_t>(ggml_backend_buffer_get_size(scratch_.get())) : 0;
-    for (const auto & entry : families_) {
-        bytes += static_cast<int64_t>(ggml_backend_buffer_get_size(entry.second.device.get()));
-    }
-    return bytes;
+    const auto bytes_of = [](const ggml_backend_buffer_ptr & buffer) { return buffer ? static_cast<int64_t>(ggml_backend_buffer_get_size(buffer.get())) : 0; };
+    return bytes_of(own_memory_) + bytes_of(scratch_);
 }

@@ -11,6 +11,7 @@
 #include "fast_products.h"
 #include "prediction_trial.h"
 #include "settings.h"
+#include "weight_ring.h"
 
 #include "ggml-cpp.h"
 
@@ -48,8 +49,19 @@ class ExpertLane {
 
     static bool is_wanted(const Settings & settings) { return settings.expert_cpu_ns > 0 && settings.expert_link_ns > 0; }
 
-    // Make room for these blocks' experts. Steps made before are void if generation() changed. False: out of memory.
-    bool prepare(const std::vector<ExpertBlock> & blocks, const Settings & settings);
+    // Make room for these blocks' experts: in the ring, if that may be shared and is large enough. Steps made before are
+    // void if generation() changed. False: out of memory.
+    bool prepare(const std::vector<ExpertBlock> & blocks, const Settings & settings, WeightRing & ring, bool may_share);
+
+    // The ring's memory is in use here; it has to be lent before anything runs, and forget_slots() called.
+    bool shares_ring() const { return shares_ring_; }
+    int  ring_generation() const { return ring_generation_; }
+
+    // Others have used the ring's memory meanwhile.
+    void forget_slots();
+
+    // Give the VRAM back. All steps are void.
+    void free_memory();
 
     // Build, or find, what runs the block of the program of `graph`. `bridge` decides how its input reaches the experts.
     // `next` is the program's next block, or null. If one block of a program is late, all must be: shares run in order.
@@ -74,7 +86,7 @@ class ExpertLane {
     void look_ahead(const Step & step, ActivationBridge & bridge, uint32_t round);
 
     int                    generation() const { return generation_; }
-    int64_t                size_bytes() const;
+    int64_t                size_bytes() const; // of VRAM beside the ring
     const ExpertCounters & counters() const { return counters_; }
 
   private:
@@ -106,7 +118,7 @@ class ExpertLane {
         int32_t experts[max_expert_columns] = {};
     };
 
-    void   free_memory();
+    bool   find_memory(size_t bytes, const Settings & settings, WeightRing & ring, bool may_share);
     int    layer_for(const ExpertBlock & block); // -1: out of memory
     void   warm_up(const Layer & layer);
     void   warm_up_prediction(const Layer & layer, const ActivationBridge & bridge);
@@ -124,6 +136,11 @@ class ExpertLane {
 
     ggml_backend_t                                experts_, cpu_;
     int64_t                                       cache_bytes_ = -1;
+    ggml_backend_buffer_ptr                       own_memory_;       // null: in the ring, or none yet
+    ggml_backend_buffer_t                         memory_ = nullptr; // of all families
+    bool                                          shares_ring_     = false;
+    int64_t                                       ring_bytes_      = 0; // as asked for when families took their place there
+    int                                           ring_generation_ = 0; // of the ring's memory where families are
     int                                           generation_  = 0;
     std::map<std::string, ExpertFamily>           families_;
     std::vector<std::unique_ptr<Layer>>           layers_;

@@ -3,6 +3,7 @@
 
 #include "atsplan.h"
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -31,6 +32,11 @@ struct Settings {
     int64_t expert_link_ns        = 0; // one expert copied to VRAM
     int64_t expert_link_latency_ns = 0; // of the GPU's share beyond its copies
     int64_t expert_prediction      = 1; // 0: never, 1: where it makes tokens faster, 2: always
+
+    // Of weights that are known by name.
+    bool streams_while_decoding() const {
+        return std::any_of(classes.begin(), classes.end(), [](const auto & entry) { return entry.second.decode == ATS_STREAM; });
+    }
 
     WeightClasses classes_of(const char * name) const {
         const auto found = classes.find(name);

@@ -70,11 +70,23 @@ bool WeightRing::allocate(size_t bytes, bool may_shrink) {
     }
     free_memory();
     buffer_.reset(ggml_backend_buft_alloc_buffer(ggml_backend_get_default_buffer_type(compute_), bytes));
+    generation_++;
     if (!buffer_) {
         return false;
     }
     ggml_backend_buffer_clear(buffer_.get(), 0);
     return true;
+}
+
+ggml_backend_buffer_t WeightRing::lend(size_t ring_bytes) {
+    if (!allocate(ring_bytes, ring_bytes != asked_bytes_)) {
+        return nullptr;
+    }
+    asked_bytes_ = ring_bytes;
+    ggml_backend_synchronize(transfer_);
+    ggml_backend_synchronize(compute_);
+    forget_sequence();
+    return buffer_.get();
 }
 
 bool WeightRing::set_sequence(const Program & program, size_t ring_bytes) {
@@ -190,12 +202,16 @@ void WeightRing::set_timed(bool timed) {
     }
 }
 
-void WeightRing::prefetch(int limit) {
+void WeightRing::prefetch(int limit, bool may_be_lent) {
     const int n = static_cast<int>(weights_.size());
     if (n == 0) {
         return;
     }
-    while (issued_ < consumed_ + limit) {
+    int64_t end = consumed_ + limit;
+    if (may_be_lent) {
+        end = std::min(end, (consumed_ / n + 1) * n + group_ends_.front());
+    }
+    while (issued_ < end) {
         const int use = static_cast<int>(issued_ % n);
         if (issued_ - slots_[use].blocker_distance >= consumed_) {
             return; // its region is promised to a reader that was not launched yet

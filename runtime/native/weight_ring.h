@@ -30,11 +30,19 @@ class WeightRing {
     // `ring_bytes` has changed. Returns false if VRAM for the ring cannot be had.
     bool set_sequence(const Program & program, size_t ring_bytes);
 
+    // The ring's memory, for others to use until the next sequence is taken up. Nothing of the ring is under way then.
+    // Null: out of memory.
+    ggml_backend_buffer_t lend(size_t ring_bytes);
+
+    // Changes whenever the ring's memory does.
+    int generation() const { return generation_; }
+
     // Time some of the copies from now on, or none.
     void set_timed(bool timed);
 
-    // Issue every copy that has room, up to `limit` uses from now.
-    void prefetch(int limit);
+    // Issue every copy that has room, up to `limit` uses from now. Where the ring's memory may be lent before the next
+    // round, of that round the first launch's at most: whoever borrows it has to wait for the copies.
+    void prefetch(int limit, bool may_be_lent = false);
 
     // Make the compute stream wait for uses [first, last) and point their nodes at the copies, run `launch`, restore the
     // nodes, and mark the regions as free once the launch has run.
@@ -80,6 +88,7 @@ class WeightRing {
     bool                               is_timed_    = false;
     double                             ns_per_byte_ = 0; // of recent copies
     size_t                             asked_bytes_ = 0; // ring size asked for last
+    int                                generation_  = 0;
     int64_t                            issued_   = 0;
     int64_t                            consumed_ = 0;
     RingCounters                       counters_;

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from planner.experts import ExpertRates, Experts, find_blocks
+from planner.experts import PREDICTION_BYTES, ExpertRates, Experts, find_blocks
 from planner.measurements import WeightUse
 from planner.plan import ExpertPolicy, Placement
 from planner.problem import find_units
@@ -286,6 +286,45 @@ def test_classes_that_change_between_tokens(
             engine.evaluate([token])
             rows.append(engine.logits())
     np.testing.assert_array_equal(np.stack(rows), expected[name][: len(rows)])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_and_experts_take_turns_in_the_ring(
+    library: Library, models: dict[str, Path], weights: dict[str, tuple[WeightUse, ...]], name: str
+) -> None:
+    """Nothing of the other is read there, also after the ring has changed its size or decoding has streamed."""
+
+    def rows_of(engine: Engine) -> list[NDArray[np.float32]]:
+        rows = []
+        with engine:
+            for turn in range(6):
+                if isinstance(engine, PlanEngine):
+                    if turn == 3:
+                        engine.helper.set_option("ring_bytes", ring_bytes // 2)
+                    if turn == 4:
+                        engine.helper.set_classes((name, "stream", "stream") for name in host_names)
+                    if turn == 5:
+                        engine.helper.set_classes((name, "cpu", "stream") for name in host_names)
+                for tokens in (PROMPT[turn : turn + 20], [5], [77], PROMPT[turn : turn + 3], [77]):
+                    engine.evaluate(tokens)
+                    rows.append(engine.logits())
+                if isinstance(engine, PlanEngine) and turn < 3:
+                    counters = engine.statistics()
+                    assert counters.ring_bytes == ring_bytes
+                    assert counters.expert_bytes <= PREDICTION_BYTES
+                    assert counters.n_experts_streamed > 0
+        return rows
+
+    total, one = expert_bytes(weights[name])
+    ring_bytes = 2 * total
+    placements = experts_on_the_cpu(weights[name])
+    host_names = [placement.name for placement in placements if placement.decode == "cpu"]
+    expected = rows_of(Engine(library, models[name], SETTINGS))
+    for cache_bytes in (0, 12 * one):
+        plan = plan_for(
+            models[name], placements, n_ubatch=64, ring_bytes=ring_bytes, experts=forced(4, 2, cache_bytes)
+        )  # fmt: skip
+        np.testing.assert_array_equal(rows_of(PlanEngine(library, models[name], plan)), expected)
 
 
 @pytest.mark.parametrize("name", MODELS)

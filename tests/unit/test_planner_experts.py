@@ -307,7 +307,8 @@ def test_splitting_beats_whole_layers_on_the_cpu(qwen: Profile, n_threads: int) 
     assert not any("exps" in p.name and p.decode == "stream" for p in split.placements)
     assert sum(split.prediction.decode_experts) == pytest.approx(8 * (48 - resident_layers(split)))
     vram = split.vram
-    assert vram.experts_bytes > split.experts.cache_bytes > 0
+    assert split.shares_ring
+    assert vram.ring_bytes > split.experts.cache_bytes > 0
     parts = (
         vram.weights_bytes, vram.context_bytes, vram.compute_bytes, vram.ring_bytes, vram.overhead_bytes,
         vram.margin_bytes, vram.idle_bytes, vram.experts_bytes,
@@ -324,8 +325,8 @@ def test_uniform_routing_fills_layers_and_skewed_routing_the_cache(qwen: Profile
     assert uniform.experts is not None
     assert skewed.experts is not None
     assert resident_layers(uniform) >= 10
-    assert resident_layers(skewed) <= 2
-    assert skewed.experts.cache_bytes > 3 * GIB > GIB > uniform.experts.cache_bytes
+    assert resident_layers(skewed) <= 5
+    assert skewed.experts.cache_bytes > 2.5 * GIB > GIB > uniform.experts.cache_bytes
     assert skewed.prediction.decode_seconds_per_token < 0.8 * uniform.prediction.decode_seconds_per_token
     assert skewed.prediction.decode_experts[0] > 0.5 * sum(skewed.prediction.decode_experts)
 
@@ -338,7 +339,7 @@ def test_uniform_routing_is_never_slower_than_whole_layers(qwen: Profile) -> Non
     assert split is not None
     smaller_first = dict.fromkeys((*range(1, 48, 4), *range(3, 48, 4), *range(0, 48, 2)))
     layers = [split.blocks[i].unit for i in smaller_first]
-    room = plan.vram.experts_bytes + plan.vram.idle_bytes - split.vram_bytes(range(48), 0)
+    room = plan.vram.ring_bytes + plan.vram.idle_bytes - split.vram_bytes(range(48), 0)
     room += sum(
         units[unit].vram_bytes for unit in layers if plan_class(plan, qwen.weights[units[unit].uses[0]]) == "gpu"
     )
@@ -350,7 +351,7 @@ def test_uniform_routing_is_never_slower_than_whole_layers(qwen: Profile) -> Non
             n_layers += 1
             for use in units[unit].uses:
                 classes[use] = "gpu"
-    assert n_layers == 12
+    assert n_layers == 13  # without a ring that prompts pass through
     whole_layers = simulate(graph, replace(decode, expert_steps=split.steps(classes, 0)), classes, 0)
     assert plan.prediction.decode_seconds_per_token <= whole_layers.seconds
 

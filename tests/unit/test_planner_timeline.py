@@ -233,7 +233,11 @@ def test_ring_regions_are_free_when_the_blocker_is_done(sizes: list[int], ring_b
 
 
 def test_ring_layout_by_hand() -> None:
-    assert ring_blockers([4, 4, 4], [1, 2, 3], 8) == [1, 3, 2]  # 0-4, 4-8, 0-4; the next round's first follows the third
+    assert ring_blockers([4, 4, 4], [1, 2, 3], 8) == [
+        1,
+        3,
+        2,
+    ]  # 0-4, 4-8, 0-4; the next round's first follows the third
     assert ring_blockers([5], [1], 8) == [1]
     assert ring_blockers([3, 3, 3, 3], [1, 2, 3, 4], 12) == [4, 4, 4, 4]
 
@@ -241,4 +245,11 @@ def test_ring_layout_by_hand() -> None:
 def test_large_weights_take_turns_at_the_ends_of_the_ring() -> None:
     """In turn, the third would start at 0 and overlap both others: its copy could not hide behind a launch."""
     assert ring_blockers([5, 5, 7, 5, 5, 7], [1, 2, 3, 4, 5, 6], 12) == [2, 2, 2, 2, 2, 2]
-    assert ring_blockers([2, 3, 7, 2, 3, 7], [2, 2, 3, 5, 5, 6], 12) == [3, 3, 3, 3, 3, 3]  # of one launch: side by side
+    assert ring_blockers([2, 3, 7, 2, 3, 7], [2, 2, 3, 5, 5, 6], 12) == [
+        3,
+        3,
+        3,
+        3,
+        3,
+        3,
+    ]  # of one launch: side by side
