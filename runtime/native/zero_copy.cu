@@ -162,23 +162,27 @@ __global__ void copy_list_kernel(CopyList list, unsigned * arrived, volatile uns
     }
 }
 
-// One block per column.
-__global__ void join_kernel(char * result, size_t bytes, const char * gpu_columns, const char * cpu_columns,
+// Blocks take columns in turn. While they wait, they hold their places on the GPU, where the experts have to run meanwhile:
+// there must not be one for every column of a batch.
+constexpr int join_blocks = max_expert_columns;
+
+__global__ void join_kernel(char * result, unsigned n_columns, size_t bytes, const char * gpu_columns, const char * cpu_columns,
                             const volatile ExpertColumns * columns, const volatile unsigned * computed, volatile unsigned * seen,
                             const volatile unsigned * experts_done, unsigned round) {
-    __shared__ int source;
     if (threadIdx.x == 0) {
         wait_for_host(computed, seen, round);
         wait_for(experts_done, round);
         __threadfence();
-        source = columns->sources[blockIdx.x];
     }
     __syncthreads();
-    const char *   from = source >= 0 ? gpu_columns + source * bytes : cpu_columns + ~source * bytes;
-    const float4 * wide = reinterpret_cast<const float4 *>(from);
-    float4 *       to   = reinterpret_cast<float4 *>(result + blockIdx.x * bytes);
-    for (size_t i = threadIdx.x; wide != to && i < bytes / sizeof(float4); i += blockDim.x) {
-        to[i] = wide[i];
+    for (unsigned column = blockIdx.x; column < n_columns; column += gridDim.x) {
+        const int      source = columns->sources[column];
+        const char *   from   = source >= 0 ? gpu_columns + source * bytes : cpu_columns + ~source * bytes;
+        const float4 * wide   = reinterpret_cast<const float4 *>(from);
+        float4 *       to     = reinterpret_cast<float4 *>(result + column * bytes);
+        for (size_t i = threadIdx.x; wide != to && i < bytes / sizeof(float4); i += blockDim.x) {
+            to[i] = wide[i];
+        }
     }
 }
 
@@ -248,6 +252,7 @@ class ZeroCopyBridge final : public ActivationBridge {
     void abandon(uint32_t round) override {
         copy({}, &device_->copied.value, round);
         mark_computed(round);
+        cudaStreamSynchronize(copy_stream_); // nothing else waits for what was copied ahead, into memory that others may get
     }
 
     bool can_fetch_early() const override { return !launches_block_; }
@@ -282,10 +287,11 @@ class ZeroCopyBridge final : public ActivationBridge {
     }
 
     bool join_experts(const ExpertJoin & join, uint32_t round) override {
-        join_kernel<<<static_cast<unsigned>(ggml_nrows(join.result)), threads_per_block, 0, stream_>>>(
-            static_cast<char *>(join.result->data), join.result->nb[1], static_cast<const char *>(join.gpu_columns->data),
-            static_cast<const char *>(join.cpu_columns), join.columns, &pinned_->computed.value, &device_->computed_seen.value,
-            &device_->experts_done.value, round);
+        const int n_columns = static_cast<int>(ggml_nrows(join.result));
+        join_kernel<<<std::min(n_columns, join_blocks), threads_per_block, 0, stream_>>>(
+            static_cast<char *>(join.result->data), static_cast<unsigned>(n_columns), join.result->nb[1],
+            static_cast<const char *>(join.gpu_columns->data), static_cast<const char *>(join.cpu_columns), join.columns,
+            &pinned_->computed.value, &device_->computed_seen.value, &device_->experts_done.value, round);
         return cudaPeekAtLastError() == cudaSuccess;
     }
 
