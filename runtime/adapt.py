@@ -80,8 +80,9 @@ class Policy:
     """Knows what tokens should take under any pattern. Pure: no clock, no device."""
 
     def __init__(self, plan: Plan, choose_transfers: Callable[..., tuple[list[bool], float]]) -> None:
+        # Where single experts are kept in the ring, nothing may stream: they would need as much VRAM again beside it.
         self.movable: tuple[Placement, ...] = tuple(
-            p for p in plan.placements if p.costs is not None and not p.is_resident
+            p for p in plan.placements if p.costs is not None and not p.is_resident and not plan.shares_ring
         )
         self._decided = tuple(p for p in plan.placements if p.costs is not None)
         self._choose_transfers = choose_transfers if plan.solver.objective == "paper" else None

@@ -11,7 +11,7 @@ import pytest
 
 from planner.hardware import Cpu, Hardware, Software
 from planner.measurements import ModelInfo
-from planner.plan import Placement, Plan, Prediction, SolverReport, VramBudget, WeightClass, WeightCosts
+from planner.plan import ExpertPolicy, Placement, Plan, Prediction, SolverReport, VramBudget, WeightClass, WeightCosts
 from planner.workload import Workload
 from runtime.adapt import Controller, Decision, Measured, Policy, Visit
 
@@ -169,6 +169,14 @@ def test_larger_weights_than_the_ring_are_never_streamed() -> None:
     controller = Controller(Policy(small_ring, no_transfers))
     run(controller, Machine(cpu=0.2), 100)
     assert set(controller.streamed) <= {i for i, p in enumerate(base.placements) if p.decode == "stream"}
+
+
+def test_nothing_streams_through_a_ring_that_holds_experts() -> None:
+    base = replace(plan(0), experts=ExpertPolicy(0, 1.0, 1.0, 1.0))
+    assert base.shares_ring
+    controller = Controller(Policy(base, no_transfers))
+    _, decisions = run(controller, Machine(cpu=0.2), 100)
+    assert decisions == []
 
 
 def test_a_weight_stays_on_the_cpu() -> None:
