@@ -112,6 +112,7 @@ Executor::CompiledProgram * Executor::find_or_compile(ggml_cgraph * graph) {
     rules.cpu_supports       = [this](const ggml_tensor * node) { return ggml_backend_supports_op(cpu_.get(), node); };
     rules.prefill_min_tokens = settings_->prefill_min_tokens;
     // While decoding, copies take far longer than launches save: let neighbours share one, and the GPU fuse them.
+    rules.ring_bytes  = [this](const ggml_tensor * weight) { return ring_->slot_bytes(weight); };
     rules.merge_bytes = static_cast<size_t>(settings_->ring_bytes) / 2;
 
     auto compiled            = std::make_unique<CompiledProgram>();

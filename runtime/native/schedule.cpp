@@ -226,7 +226,7 @@ class Compiler {
             }
         }
         const bool   streamed = is_streamed(node);
-        const size_t bytes    = streamed ? ggml_nbytes(node->src[0]) : 0;
+        const size_t bytes    = streamed ? rules_.ring_bytes(node->src[0]) : 0;
         const bool   fresh    = program_.operations.empty() || program_.operations.back().kind != OperationKind::launch ||
                            (streamed && !may_merge(program_.operations.back(), bytes));
         if (fresh) {
@@ -295,7 +295,7 @@ class Compiler {
     std::unordered_map<const ggml_tensor *, std::vector<size_t>>    producers_; // by memory root
     Program                                                         program_;
     int                                                             open_step_    = -1;
-    size_t                                                          launch_bytes_ = 0; // streamed bytes of the last launch
+    size_t                                                          launch_bytes_ = 0; // in the ring, of the last launch
     std::unordered_set<const ggml_tensor *>                         made_in_step_; // memory roots
     std::unordered_set<const ggml_tensor *>                         hoisted_;      // GPU results since the publish
 };

@@ -14,7 +14,8 @@ struct ScheduleRules {
     std::function<bool(const ggml_tensor *, int64_t)> streams;        // a host weight's class for that many tokens is stream
     std::function<bool(const ggml_tensor *)>          gpu_supports;   // the GPU can compute the node
     std::function<bool(const ggml_tensor *)>          cpu_supports;
-    size_t                                            merge_bytes = 0; // while decoding, one launch may wait for this many streamed bytes
+    std::function<size_t(const ggml_tensor *)>        ring_bytes;     // what a streamed weight takes in the ring
+    size_t                                            merge_bytes = 0; // while decoding, one launch may wait for this many of them
     int64_t                                           prefill_min_tokens = 0;
 };
 

@@ -13,10 +13,6 @@ static constexpr size_t max_padding     = 64 * 1024; // one row of 512 elements 
 static constexpr int    default_uses    = 4;         // ring size where none was asked for, in largest weights
 static constexpr double timed_part      = 0.7;       // of new times in the running mean: a load is to be seen at once
 
-static size_t align_up(size_t size) {
-    return (size + slot_alignment - 1) / slot_alignment * slot_alignment;
-}
-
 WeightRing::WeightRing(ggml_backend_t compute, ggml_backend_t transfer)
     : compute_(compute), transfer_(transfer), device_(ggml_backend_get_device(compute)) {
     all_read_ = ggml_backend_event_new(device_);
@@ -89,6 +85,11 @@ ggml_backend_buffer_t WeightRing::lend(size_t ring_bytes) {
     return buffer_.get();
 }
 
+size_t WeightRing::slot_bytes(const ggml_tensor * weight) const {
+    const size_t bytes = ggml_backend_buft_get_alloc_size(ggml_backend_get_default_buffer_type(compute_), weight);
+    return (bytes + slot_alignment - 1) / slot_alignment * slot_alignment;
+}
+
 bool WeightRing::set_sequence(const Program & program, size_t ring_bytes) {
     const int n = static_cast<int>(program.streams.size());
     if (n == 0 || (ring_bytes == asked_bytes_ && same_sequence(program))) {
@@ -98,7 +99,7 @@ bool WeightRing::set_sequence(const Program & program, size_t ring_bytes) {
     std::vector<size_t>        sizes(n), padded(n);
     for (int i = 0; i < n; i++) {
         sizes[i]  = ggml_nbytes(program.streams[i].weight);
-        padded[i] = align_up(ggml_backend_buft_get_alloc_size(type, program.streams[i].weight));
+        padded[i] = slot_bytes(program.streams[i].weight);
     }
     const size_t largest = *std::max_element(padded.begin(), padded.end());
     const size_t wanted  = std::max(largest, ring_bytes > 0 ? ring_bytes : default_uses * largest);

@@ -26,6 +26,9 @@ class WeightRing {
     ~WeightRing();
     WeightRing(const WeightRing &) = delete;
 
+    // What a weight takes in the ring: its bytes, padding, and alignment.
+    size_t slot_bytes(const ggml_tensor * weight) const;
+
     // Take up the program's sequence of streamed weights. Copies already under way stay valid if neither it nor
     // `ring_bytes` has changed. Returns false if VRAM for the ring cannot be had.
     bool set_sequence(const Program & program, size_t ring_bytes);

@@ -31,6 +31,8 @@ struct Block {
     ggml_tensor *                      x, *norm, *gate, *up, *glu, *down, *sum;
     std::map<const ggml_tensor *, int> classes; // host weights: 's' stream, 'c' cpu
 
+    static constexpr size_t padding = 256; // of every weight in the ring
+
     explicit Block(int n_tokens) : context(ggml_init({1 << 20, nullptr, true})) {
         ggml_context * c = context.get();
         x                = ggml_new_tensor_2d(c, GGML_TYPE_F32, 64, n_tokens);
@@ -52,6 +54,7 @@ struct Block {
         rules.streams            = [this](const ggml_tensor * weight, int64_t) { return classes.at(weight) == 's'; };
         rules.gpu_supports       = [](const ggml_tensor *) { return true; };
         rules.cpu_supports       = [](const ggml_tensor *) { return true; };
+        rules.ring_bytes         = [](const ggml_tensor * weight) { return ggml_nbytes(weight) + padding; };
         rules.merge_bytes        = merge_bytes;
         rules.prefill_min_tokens = prefill_min_tokens;
         return compile_program(graph, rules);
@@ -116,7 +119,8 @@ static void test_streams_start_launches_of_their_own() {
         block.set(matmul, 's');
     }
     expect(block.compile(), block, "launch(norm) launch(gate*) launch(up*,glu) launch(down*,sum)");
-    const size_t one = ggml_nbytes(block.gate->src[0]);
+    const size_t one = ggml_nbytes(block.gate->src[0]) + Block::padding;
+    expect(block.compile(2 * one - 1), block, "launch(norm) launch(gate*) launch(up*,glu) launch(down*,sum)");
     expect(block.compile(2 * one), block, "launch(norm) launch(gate*,up*,glu) launch(down*,sum)");
     expect(block.compile(3 * one), block, "launch(norm) launch(gate*,up*,glu,down*,sum)");
 }
