@@ -250,7 +250,30 @@ static void test_two_large_weights_are_apart() {
     CHECK((distances({2, 2, 2, 2, 2, 2}, 12) == std::vector<int>{6, 6, 6, 6, 6, 6}));
 }
 
-int main() {
+// For the planner's copy of the layout: one ring a line, and "size end blocker_distance" of its weights.
+static void print_layouts() {
+    std::mt19937 random(3);
+    for (int round = 0; round < 2000; round++) {
+        std::vector<size_t> sizes(1 + random() % 12);
+        for (size_t & size : sizes) {
+            size = 1 + random() % (1 + round % 40);
+        }
+        const size_t                ring     = *std::max_element(sizes.begin(), sizes.end()) + random() % 100;
+        const std::vector<int>      launches = random_launches(random, sizes, ring);
+        const std::vector<RingSlot> slots    = layout_ring(sizes, launches, ring);
+        printf("%zu", ring);
+        for (size_t i = 0; i < sizes.size(); i++) {
+            printf(" %zu %d %d", sizes[i], launches[i], slots[i].blocker_distance);
+        }
+        printf("\n");
+    }
+}
+
+int main(int n_arguments, char **) {
+    if (n_arguments > 1) {
+        print_layouts();
+        return 0;
+    }
     test_everything_resident();
     test_streams_start_launches_of_their_own();
     test_prefill_never_merges();
