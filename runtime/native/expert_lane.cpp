@@ -16,7 +16,7 @@ bool ExpertLane::prepare(const std::vector<ExpertBlock> & blocks, const Settings
     for (const ExpertBlock & block : blocks) {
         wanted[ExpertFamily::key_of(block)].push_back(&block);
     }
-    const bool fits  = !shares_ring_ || (may_share && ring_generation_ == ring.generation() && ring_bytes_ == settings.ring_bytes);
+    const bool fits  = !shares_ring_ || (may_share && ring_generation_ == ring.generation() && ring.is_of(static_cast<size_t>(settings.ring_bytes)));
     const bool known = cache_bytes_ == settings.expert_cache_bytes && fits &&
                        std::all_of(wanted.begin(), wanted.end(), [&](const auto & entry) { return families_.count(entry.first) != 0; });
     if (known) {
@@ -66,7 +66,6 @@ bool ExpertLane::find_memory(size_t bytes, const Settings & settings, WeightRing
     shares_ring_ = may_share && bytes <= static_cast<size_t>(settings.ring_bytes);
     if (shares_ring_) {
         memory_          = ring.lend(static_cast<size_t>(settings.ring_bytes));
-        ring_bytes_      = settings.ring_bytes;
         ring_generation_ = ring.generation();
     } else {
         own_memory_.reset(ggml_backend_buft_alloc_buffer(type, bytes));

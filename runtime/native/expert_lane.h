@@ -139,7 +139,6 @@ class ExpertLane {
     ggml_backend_buffer_ptr                       own_memory_;       // null: in the ring, or none yet
     ggml_backend_buffer_t                         memory_ = nullptr; // of all families
     bool                                          shares_ring_     = false;
-    int64_t                                       ring_bytes_      = 0; // as asked for when families took their place there
     int                                           ring_generation_ = 0; // of the ring's memory where families are
     int                                           generation_  = 0;
     std::map<std::string, ExpertFamily>           families_;

@@ -37,6 +37,9 @@ class WeightRing {
     // Null: out of memory.
     ggml_backend_buffer_t lend(size_t ring_bytes);
 
+    // That size was asked for last: asking for it again leaves the memory where it is.
+    bool is_of(size_t ring_bytes) const { return ring_bytes == asked_bytes_; }
+
     // Changes whenever the ring's memory does.
     int generation() const { return generation_; }
 
