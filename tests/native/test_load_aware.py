@@ -134,7 +134,7 @@ def test_a_plan_that_fills_the_card_keeps_its_ring(
     with PlanEngine(library, smollm2, plan) as engine:
         engine.load = LoadAware(
             engine.helper, plan, engine._set_n_threads, adapts=True, keeps_trace=False, clock=lambda: now,
-            host_load=HostLoad(lambda: 0.0, lambda: 0.0, lambda: now),
+            host_load=HostLoad(lambda: 0.0, lambda: 0.0, lambda: now, runnable=lambda: 1),
         )  # fmt: skip
 
         def reasons(n_tokens: int) -> list[str]:
