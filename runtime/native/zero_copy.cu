@@ -11,10 +11,11 @@
 
 namespace {
 
-constexpr int    max_segments      = 4;
-constexpr int    threads_per_block = 512;
-constexpr size_t bytes_per_block   = 16 * 1024;
-constexpr int    max_blocks        = 64;
+constexpr int      max_segments       = 4;
+constexpr int      threads_per_block  = 512;
+constexpr size_t   bytes_per_block    = 16 * 1024;
+constexpr unsigned max_blocks         = 64;
+constexpr unsigned max_waiting_blocks = 16; // for the host: whatever else the GPU has to do meanwhile needs room beside them
 
 struct Segments {
     const void * source[max_segments];
@@ -162,23 +163,24 @@ __global__ void copy_list_kernel(CopyList list, unsigned * arrived, volatile uns
     }
 }
 
-// One block per column.
-__global__ void join_kernel(char * result, size_t bytes, const char * gpu_columns, const char * cpu_columns,
+// A block takes every so many columns.
+__global__ void join_kernel(char * result, unsigned n_columns, size_t bytes, const char * gpu_columns, const char * cpu_columns,
                             const volatile ExpertColumns * columns, const volatile unsigned * computed, volatile unsigned * seen,
                             const volatile unsigned * experts_done, unsigned round) {
-    __shared__ int source;
     if (threadIdx.x == 0) {
         wait_for_host(computed, seen, round);
         wait_for(experts_done, round);
         __threadfence();
-        source = columns->sources[blockIdx.x];
     }
     __syncthreads();
-    const char *   from = source >= 0 ? gpu_columns + source * bytes : cpu_columns + ~source * bytes;
-    const float4 * wide = reinterpret_cast<const float4 *>(from);
-    float4 *       to   = reinterpret_cast<float4 *>(result + blockIdx.x * bytes);
-    for (size_t i = threadIdx.x; wide != to && i < bytes / sizeof(float4); i += blockDim.x) {
-        to[i] = wide[i];
+    for (unsigned column = blockIdx.x; column < n_columns; column += gridDim.x) {
+        const int      source = columns->sources[column];
+        const char *   from   = source >= 0 ? gpu_columns + source * bytes : cpu_columns + ~source * bytes;
+        const float4 * wide   = reinterpret_cast<const float4 *>(from);
+        float4 *       to     = reinterpret_cast<float4 *>(result + column * bytes);
+        for (size_t i = threadIdx.x; wide != to && i < bytes / sizeof(float4); i += blockDim.x) {
+            to[i] = wide[i];
+        }
     }
 }
 
@@ -239,8 +241,8 @@ class ZeroCopyBridge final : public ActivationBridge {
         for (size_t i = 0; i < crossings.size();) {
             Segments segments = {};
             i                 = fill(segments, crossings, i, false);
-            fetch_kernel<<<blocks_for(segments), threads_per_block, 0, stream_>>>(segments, &pinned_->computed.value,
-                                                                                  &device_->computed_seen.value, round);
+            fetch_kernel<<<std::min(blocks_for(segments), max_waiting_blocks), threads_per_block, 0, stream_>>>(
+                segments, &pinned_->computed.value, &device_->computed_seen.value, round);
         }
         return cudaPeekAtLastError() == cudaSuccess;
     }
@@ -282,8 +284,9 @@ class ZeroCopyBridge final : public ActivationBridge {
     }
 
     bool join_experts(const ExpertJoin & join, uint32_t round) override {
-        join_kernel<<<static_cast<unsigned>(ggml_nrows(join.result)), threads_per_block, 0, stream_>>>(
-            static_cast<char *>(join.result->data), join.result->nb[1], static_cast<const char *>(join.gpu_columns->data),
+        const auto n_columns = static_cast<unsigned>(ggml_nrows(join.result));
+        join_kernel<<<std::min(n_columns, max_waiting_blocks), threads_per_block, 0, stream_>>>(
+            static_cast<char *>(join.result->data), n_columns, join.result->nb[1], static_cast<const char *>(join.gpu_columns->data),
             static_cast<const char *>(join.cpu_columns), join.columns, &pinned_->computed.value, &device_->computed_seen.value,
             &device_->experts_done.value, round);
         return cudaPeekAtLastError() == cudaSuccess;
@@ -398,13 +401,13 @@ class ZeroCopyBridge final : public ActivationBridge {
         return i;
     }
 
-    static int blocks_for(const Segments & segments) {
+    static unsigned blocks_for(const Segments & segments) {
         size_t largest = 0;
         for (int i = 0; i < segments.count; i++) {
             largest = segments.bytes[i] > largest ? segments.bytes[i] : largest;
         }
         const size_t blocks = (largest + bytes_per_block - 1) / bytes_per_block;
-        return blocks < 1 ? 1 : blocks > max_blocks ? max_blocks : static_cast<int>(blocks);
+        return static_cast<unsigned>(std::clamp<size_t>(blocks, 1, max_blocks));
     }
 
     ggml_backend_t compute_        = nullptr;
