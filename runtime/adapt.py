@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,7 @@ N_FIRST = 3  # tokens that tell what has changed
 N_MEASURED = 6  # tokens that tell what a change was good for
 MAX_VISITS = 3  # patterns that are measured before one of them stays
 MIN_TRIAL, MAX_TRIAL = 32, 512  # tokens after which to try what cannot be measured, in case it is as planned again
+CLEAR = 0.05  # of a token's time, and NOISE times the usual deviations: a pattern is slower for certain
 LINK_BOUND = 0.88  # share of a token from which on the host may be waiting for the link
 _TRIAL = "a trial"
 
@@ -70,10 +71,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class Visit:
-    """A pattern and what tokens took under it."""
+    """A pattern, what tokens took under it, and the tokens that tell."""
 
     streamed: tuple[int, ...]
     measured: Measured
+    tokens: tuple[Measured, ...]
 
 
 class Policy:
@@ -115,7 +117,7 @@ class Policy:
     def model(self, visits: Sequence[Visit], before: Model | None) -> Model:
         """Return what visits tell about the present; what they do not tell is as `before`, or as planned."""
         now = visits[-1]
-        cpu_planned, link_planned = self.lanes(now.streamed)
+        cpu_planned = self.lanes(now.streamed)[0]
         measured = now.measured
         base, factor = (before.cpu_base_seconds, before.cpu_factor) if before else (0.0, 1.0)
         if cpu_planned + self._planned_cpu_base > 0 and measured.cpu_seconds > 0:
@@ -129,15 +131,32 @@ class Policy:
                 if cpu_planned > 0:
                     factor = min(factor, measured.cpu_seconds / cpu_planned)
                 base = measured.cpu_seconds - factor * cpu_planned
-        link = before.link_factor if before else 1.0
-        if link_planned > 0 and measured.link_seconds > 0:
-            link = measured.link_seconds / link_planned
+        link = self._link_factor(visits, before)
+        bound = [v for v in visits if self.lanes(v.streamed)[1] * link >= LINK_BOUND * v.measured.seconds]
         wait = measured.wait_seconds
-        if self.waits_for_link(measured):
-            others = [v.measured.wait_seconds for v in visits if not self.waits_for_link(v.measured)]
+        if now in bound:
+            others = [v.measured.wait_seconds for v in visits if v not in bound]
             wait = min([wait, *(others or [self._planned_wait])])
         rest = max(0.0, measured.seconds - measured.cpu_seconds - measured.wait_seconds) + wait
         return Model(base, factor, link, rest)
+
+    def _link_factor(self, visits: Sequence[Visit], before: Model | None) -> float:
+        """Return how long copies take, relative to the plan.
+
+        It is measured by a running mean, which is late; how long tokens take limits it.
+        """
+        now = visits[-1]
+        links = [self.lanes(visit.streamed)[1] for visit in visits]
+        factor = before.link_factor if before else 1.0
+        if links[-1] > 0 and now.measured.link_seconds > 0:
+            factor = now.measured.link_seconds / links[-1]
+        with_link = [(link, visit) for link, visit in zip(links, visits, strict=True) if link > 0]
+        waiting = [
+            more.measured.seconds / link
+            for link, more in with_link
+            if any(other < link and _waits_longer(more, less) for other, less in zip(links, visits, strict=True))
+        ]
+        return min([max([factor, *waiting]), *(visit.measured.seconds / link for link, visit in with_link)])
 
     def waits_for_link(self, measured: Measured) -> bool:
         return measured.link_seconds >= LINK_BOUND * measured.seconds
@@ -207,7 +226,8 @@ class Controller:
     def restart(self, reason: str) -> None:
         """Settle anew: what was measured before no longer counts."""
         self._visits, self._reason, self._is_final, self._usual = [], reason, False, None
-        self.interrupt()
+        self._n_to_skip = max(self._n_to_skip, 1)
+        self._window.clear()
 
     def add(self, measured: Measured) -> Decision | None:
         """Take up one token; return what to change before the next one, if anything."""
@@ -217,19 +237,21 @@ class Controller:
             return None
         self._window.append(measured)
         if self._usual is None:
-            return self._settle() if len(self._window) == N_MEASURED else None
+            n_needed = N_MEASURED if self._visits else N_FIRST
+            return self._settle(_mean(self._window)) if len(self._window) == n_needed else None
         if len(self._window) < N_FIRST:
             return None
         recent = list(self._window)[-N_FIRST:]
         reason = _deviation(recent, self._usual)
         if reason:
             self._trial_interval = MIN_TRIAL
-            return self._start(reason, recent)
+            # The link is measured late: the last value is the truest.
+            return self._start(reason, recent, replace(_mean(recent), link_seconds=measured.link_seconds))
         if self._n_since_change >= self._trial_interval and self._is_blind(_mean(recent)):
             self._trial_interval = min(2 * self._trial_interval, MAX_TRIAL)
             self._n_since_change = 0
             self._model = None  # what cannot be measured is assumed to be as planned
-            return self._start(_TRIAL, list(self._window))
+            return self._start(_TRIAL, self._window, _mean(self._window))
         return None
 
     def _is_blind(self, measured: Measured) -> bool:
@@ -237,19 +259,20 @@ class Controller:
         cpu, link = self._policy.lanes(self.streamed)
         return cpu == 0 or link == 0 or self._policy.waits_for_link(measured)
 
-    def _start(self, reason: str, window: Sequence[Measured]) -> Decision | None:
+    def _start(self, reason: str, tokens: Iterable[Measured], measured: Measured) -> Decision | None:
         """Speeds have changed: what was measured before no longer counts."""
+        tokens = tuple(tokens)
         self.restart(reason)
         self._n_to_skip = 0
-        self._window = deque(window, maxlen=N_MEASURED)
-        return self._settle()
+        self._window.extend(tokens)
+        return self._settle(measured)
 
-    def _settle(self) -> Decision | None:
-        measured = _mean(self._window)
-        earlier = next((visit.measured.seconds for visit in self._visits if visit.streamed == self.streamed), None)
+    def _settle(self, measured: Measured) -> Decision | None:
+        earlier = next((v.measured.seconds for v in self._visits if v.streamed == self.streamed), None)
         if earlier is not None and abs(measured.seconds / earlier - 1) > DEVIATION:  # speeds have changed meanwhile
             self._visits, self._is_final = [], False
-        self._visits.append(Visit(self.streamed, measured))
+        visit = Visit(self.streamed, measured, tuple(self._window))
+        self._visits.append(visit)
         self._model = model = self._policy.model(self._visits, self._model)
         fastest = min(self._visits, key=lambda visit: visit.measured.seconds)
         if not self._is_final and len(self._visits) < MAX_VISITS:
@@ -265,7 +288,7 @@ class Controller:
             return self._change(fastest.streamed, "the fastest so far", model)
         self._usual = list(self._window)
         if self._home is None or measured.seconds < (1 - SAME) * self._home.measured.seconds:
-            self._home = Visit(self.streamed, measured)
+            self._home = visit
         return None
 
     def _best(self, model: Model) -> tuple[int, ...]:
@@ -306,14 +329,31 @@ def _deviation(recent: Sequence[Measured], usual: Sequence[Measured]) -> str:
         ("link", [m.link_seconds for m in recent], [m.link_seconds for m in usual]),
         ("GPU", [m.seconds for m in recent], [m.seconds for m in usual]),
     ):
-        centre = statistics.median(usual_values)
-        spread = statistics.median(abs(value - centre) for value in usual_values)
+        centre, spread = _centre_and_spread(usual_values)
         limit = max(DEVIATION * centre, NOISE * spread, MIN_GAIN * token)
         if all(value > centre + limit for value in values):
             return f"the {name} is slower"
         if all(value < centre - limit for value in values):
             return f"the {name} is faster"
     return ""
+
+
+def _waits_longer(one: Visit, other: Visit) -> bool:
+    """Tell whether tokens took longer under `one`, and the host waited longer: both beyond doubt."""
+    for values, other_values in (
+        ([m.seconds for m in one.tokens], [m.seconds for m in other.tokens]),
+        ([m.wait_seconds for m in one.tokens], [m.wait_seconds for m in other.tokens]),
+    ):
+        (centre, spread), (other_centre, other_spread) = _centre_and_spread(values), _centre_and_spread(other_values)
+        if centre - other_centre <= max(CLEAR * other.measured.seconds, NOISE * (spread + other_spread)):
+            return False
+    return True
+
+
+def _centre_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return the median, and the median of how far the values are from it."""
+    centre = statistics.median(values)
+    return centre, statistics.median(abs(value - centre) for value in values)
 
 
 def _mean(window: Sequence[Measured]) -> Measured:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 
 from .control_groups import usable_cores
 
 INTERVAL_SECONDS = 0.25
-_STAT = "/proc/stat"
+LOOK_SECONDS = 0.03
+N_LOOKS, N_LOOKS_FOR_ONE = 3, 8  # in a row that find too few cores, or one: tasks that end sooner cost no thread
+_CALM_SECONDS = 0.1  # until the next look, after one at all own threads that found cores enough
+_STAT, _LOADAVG, _OWN_TASKS = "/proc/stat", "/proc/loadavg", "/proc/self/task"
 _NOISE = 0.3  # of a core: what a quiet system uses itself
 _TOLERATED = 0.5  # of a core that is missing
 _MIN_PATIENCE, _MAX_PATIENCE = 2, 64  # samples
@@ -19,7 +24,11 @@ _IDLE, _IOWAIT, _STEAL = 3, 4, 7  # columns of a CPU's line
 
 
 class HostLoad:
-    """Samples the cores that this process may use, whenever it is asked and enough time has passed."""
+    """Samples the cores that this process may use, whenever it is asked and enough time has passed.
+
+    Cores that are busy do not tell what others want: once all of them are, others get less than that. So it looks at
+    the tasks that run or wait for a core, too.
+    """
 
     def __init__(
         self,
@@ -27,25 +36,62 @@ class HostLoad:
         own_seconds: Callable[[], float] = time.process_time,
         clock: Callable[[], float] = time.perf_counter,
         max_cores: float | None = None,
+        runnable: Callable[[], int | None] | None = None,
+        own_runnable: Callable[[], int | None] | None = None,
     ) -> None:
-        """The arguments are for tests; `max_cores` is what the process may keep busy, whatever is free."""
+        """The arguments are for tests; `max_cores` is what the process may keep busy, whatever is free.
+
+        `runnable` counts the system's tasks that run or wait for a core, `own_runnable` this process's.
+        """
         cores = sorted(os.sched_getaffinity(0))
         self._n_cores = float(len(cores))
         self._max_cores = usable_cores() if max_cores is None else max_cores
         self._busy_seconds = busy_seconds or (lambda: _busy_seconds(cores))
         self._own_seconds, self._clock = own_seconds, clock
+        self._runnable, self._own_runnable = runnable or _runnable, own_runnable or _own_runnable
+        self._has_all_cores = self._max_cores == os.cpu_count()  # else others' tasks may have cores of their own
         self._before = (clock(), *self._read())
+        self._look_at = self._before[0]
+        self._lacks: deque[float] = deque(maxlen=N_LOOKS_FOR_ONE)  # the cores that others left, too few in every look
 
-    def free_cores(self) -> float | None:
-        """Return the cores that other programs and quotas have left since the last time; None if that was just now."""
+    def free_cores(self, n_threads: int) -> float | None:
+        """Return the cores that other programs and quotas leave; None if nothing new is known.
+
+        New is, at any time, that they do not suffice for `n_threads`; else what was free since the last sample.
+        """
         now = self._clock()
+        if self._has_all_cores and n_threads > 1 and now >= self._look_at:
+            self._look(now, n_threads)
+        unwanted = self._unwanted_cores(n_threads)
         elapsed = now - self._before[0]
         if elapsed < INTERVAL_SECONDS:
-            return None
+            return min(self._max_cores, unwanted) if unwanted < n_threads else None
         busy, own = self._read()
         others = max(0.0, (busy - self._before[1]) - (own - self._before[2])) / elapsed
         self._before = (now, busy, own)
-        return min(self._max_cores, self._n_cores - min(others, self._n_cores))
+        return min(self._max_cores, self._n_cores - min(others, self._n_cores), unwanted)
+
+    def _look(self, now: float, n_threads: int) -> None:
+        """Note how many cores others leave, if too few. Own threads take longer to count: only where it matters."""
+        self._look_at = now + LOOK_SECONDS
+        runnable = self._runnable()
+        if runnable is None or runnable - 1 <= self._n_cores - n_threads:  # 1 is the thread that asks
+            self._lacks.clear()
+            return
+        own = self._own_runnable()  # before all: one that falls asleep meanwhile is not taken for another program's
+        runnable = self._runnable()
+        if own is None or runnable is None or runnable - own <= self._n_cores - n_threads:
+            self._lacks.clear()
+            self._look_at = now + _CALM_SECONDS
+        else:
+            self._lacks.append(max(0.0, self._n_cores - (runnable - own)))
+
+    def _unwanted_cores(self, n_threads: int) -> float:
+        """Return the cores that others have not wanted lately, if that is too few for sure; else infinity."""
+        recent = list(self._lacks)[-N_LOOKS:]
+        if len(recent) == N_LOOKS and max(recent) < n_threads - 1:
+            return max(recent)
+        return max(self._lacks) if len(self._lacks) == N_LOOKS_FOR_ONE else math.inf
 
     def _read(self) -> tuple[float, float]:
         return self._busy_seconds(), self._own_seconds()
@@ -65,6 +111,39 @@ def _busy_seconds(cores: list[int]) -> float:
         return float(ticks) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return 0.0
+
+
+def _runnable() -> int | None:
+    """Return the number of the system's tasks that run or wait for a core; None where it does not tell."""
+    try:
+        return int(_file_start(_LOADAVG).split()[3].split(b"/")[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _own_runnable() -> int | None:
+    """Return the number of this process's threads that run or wait for a core; None where the system does not tell."""
+    try:
+        threads = os.listdir(_OWN_TASKS)
+    except OSError:
+        return None
+    return sum(_is_runnable(thread) for thread in threads)
+
+
+def _is_runnable(thread: str) -> bool:
+    try:
+        return _file_start(f"{_OWN_TASKS}/{thread}/stat").rpartition(b")")[2].split()[0] == b"R"
+    except (OSError, IndexError):  # it has ended
+        return False
+
+
+def _file_start(path: str) -> bytes:
+    """Return the first bytes of a file of the system's, in a few microseconds."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 1024)
+    finally:
+        os.close(descriptor)
 
 
 class ThreadCount:

@@ -76,8 +76,6 @@ class LoadAware:
         if self._adapts and self._n_warmup <= 0 and now - self._checked >= _CHECK_SECONDS:
             self._checked = now
             self._check_vram()
-        if self._adapts:
-            self._follow_free_cores()
         self._counters = self._helper.statistics()
         self._pending = (self._clock(), n_tokens)
 
@@ -96,6 +94,7 @@ class LoadAware:
         if self._keeps_trace:
             self._tokens.append(_sample(now - self._started, token))
         if self._adapts:
+            self._follow_free_cores()  # first: what tokens took while a thread waited for a core tells nothing
             decision = self._controller.add(token)
             if decision:
                 before = self._streamed_bytes(decision.before)
@@ -132,7 +131,7 @@ class LoadAware:
 
     def _follow_free_cores(self) -> None:
         """Compute with fewer threads while other programs take cores: one thread that waits for a core stops all."""
-        free = self._host_load.free_cores()
+        free = self._host_load.free_cores(self._threads.n)
         if free is not None and self._threads.update(free):
             self._set_n_threads(self._threads.n)
             self._controller.restart("the number of threads has changed")

@@ -17,15 +17,18 @@ class FastProducts {
     ggml_cgraph * rewrite(ggml_cgraph * graph);
 
   private:
+    // Neighbours in the graph that multiply with the same input: they share its quantised form, and one node.
     struct Product {
-        ggml_type               type = GGML_TYPE_COUNT; // of the matrix
-        std::atomic<int64_t>    next{0};                // chunk to compute
-        std::unique_ptr<char[]> memory;
-        void *                  vectors = nullptr; // the quantised input, one after the other
+        std::vector<ggml_tensor *> results; // of each
+        std::atomic<int64_t>       next{0}; // row to compute, of all results together
+        std::atomic<int>           n_done{0}; // threads
+        std::unique_ptr<char[]>    memory;
+        void *                     vectors = nullptr; // the quantised input, one after the other
     };
 
     static void quantize(ggml_tensor * node, int ith, int nth, void * product);
     static void multiply(ggml_tensor * node, int ith, int nth, void * product);
+    static void compute_rows(const Product & product, int64_t first, int64_t last);
 
     ggml_context_ptr                      context_;
     std::vector<std::unique_ptr<Product>> products_;

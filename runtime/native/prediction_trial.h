@@ -20,7 +20,7 @@ class PredictionTrial {
     static constexpr int    settling      = 4;    // of them, those that are not counted: measured times settle
     static constexpr int    n_windows     = 4;    // without and with, in turn
     static constexpr int    tokens_between = 1000;
-    static constexpr double worthwhile    = 0.99; // of the time without
+    static constexpr double worthwhile    = 0.97; // of the time without: less may be noise, and predicting has costs of its own
 
     int                  n_tokens_  = 0; // since the last change
     bool                 is_trying_ = true;

@@ -11,10 +11,11 @@
 
 namespace {
 
-constexpr int    max_segments      = 4;
-constexpr int    threads_per_block = 512;
-constexpr size_t bytes_per_block   = 16 * 1024;
-constexpr int    max_blocks        = 64;
+constexpr int      max_segments       = 4;
+constexpr int      threads_per_block  = 512;
+constexpr size_t   bytes_per_block    = 16 * 1024;
+constexpr unsigned max_blocks         = 64;
+constexpr unsigned max_waiting_blocks = 16; // for the host: whatever else the GPU has to do meanwhile needs room beside them
 
 struct Segments {
     const void * source[max_segments];
@@ -162,10 +163,7 @@ __global__ void copy_list_kernel(CopyList list, unsigned * arrived, volatile uns
     }
 }
 
-// Blocks take columns in turn. While they wait, they hold their places on the GPU, where the experts have to run meanwhile:
-// there must not be one for every column of a batch.
-constexpr int join_blocks = max_expert_columns;
-
+// A block takes every so many columns.
 __global__ void join_kernel(char * result, unsigned n_columns, size_t bytes, const char * gpu_columns, const char * cpu_columns,
                             const volatile ExpertColumns * columns, const volatile unsigned * computed, volatile unsigned * seen,
                             const volatile unsigned * experts_done, unsigned round) {
@@ -243,8 +241,8 @@ class ZeroCopyBridge final : public ActivationBridge {
         for (size_t i = 0; i < crossings.size();) {
             Segments segments = {};
             i                 = fill(segments, crossings, i, false);
-            fetch_kernel<<<blocks_for(segments), threads_per_block, 0, stream_>>>(segments, &pinned_->computed.value,
-                                                                                  &device_->computed_seen.value, round);
+            fetch_kernel<<<std::min(blocks_for(segments), max_waiting_blocks), threads_per_block, 0, stream_>>>(
+                segments, &pinned_->computed.value, &device_->computed_seen.value, round);
         }
         return cudaPeekAtLastError() == cudaSuccess;
     }
@@ -287,11 +285,11 @@ class ZeroCopyBridge final : public ActivationBridge {
     }
 
     bool join_experts(const ExpertJoin & join, uint32_t round) override {
-        const int n_columns = static_cast<int>(ggml_nrows(join.result));
-        join_kernel<<<std::min(n_columns, join_blocks), threads_per_block, 0, stream_>>>(
-            static_cast<char *>(join.result->data), static_cast<unsigned>(n_columns), join.result->nb[1],
-            static_cast<const char *>(join.gpu_columns->data), static_cast<const char *>(join.cpu_columns), join.columns,
-            &pinned_->computed.value, &device_->computed_seen.value, &device_->experts_done.value, round);
+        const auto n_columns = static_cast<unsigned>(ggml_nrows(join.result));
+        join_kernel<<<std::min(n_columns, max_waiting_blocks), threads_per_block, 0, stream_>>>(
+            static_cast<char *>(join.result->data), n_columns, join.result->nb[1], static_cast<const char *>(join.gpu_columns->data),
+            static_cast<const char *>(join.cpu_columns), join.columns, &pinned_->computed.value, &device_->computed_seen.value,
+            &device_->experts_done.value, round);
         return cudaPeekAtLastError() == cudaSuccess;
     }
 
@@ -404,13 +402,13 @@ class ZeroCopyBridge final : public ActivationBridge {
         return i;
     }
 
-    static int blocks_for(const Segments & segments) {
+    static unsigned blocks_for(const Segments & segments) {
         size_t largest = 0;
         for (int i = 0; i < segments.count; i++) {
             largest = segments.bytes[i] > largest ? segments.bytes[i] : largest;
         }
         const size_t blocks = (largest + bytes_per_block - 1) / bytes_per_block;
-        return blocks < 1 ? 1 : blocks > max_blocks ? max_blocks : static_cast<int>(blocks);
+        return static_cast<unsigned>(std::clamp<size_t>(blocks, 1, max_blocks));
     }
 
     ggml_backend_t compute_        = nullptr;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,31 @@ def test_ring_follows_the_free_vram(
         assert "smaller --vram" in refused.value.remedy
 
 
+def test_threads_are_given_up_within_three_tokens(
+    library: Library, smollm2: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten processes come beside eight threads on 16 cores."""
+    now, n_runnable, n_threads = 0.0, 1, []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(Helper, "device_memory", lambda _: (1 << 34, 1 << 35))
+    planned = replace(plan, workload=replace(plan.workload, n_threads=8))
+    with PlanEngine(library, smollm2, plan) as engine:
+        engine.load = LoadAware(
+            engine.helper, planned, n_threads.append, adapts=True, keeps_trace=False, clock=lambda: now,
+            host_load=HostLoad(lambda: 0.0, lambda: 0.0, lambda: now, 16.0, lambda: n_runnable, lambda: 1),
+        )  # fmt: skip
+        for index, token in enumerate(TOKENS[:12]):
+            if index == 9:
+                n_runnable = 11
+            engine.evaluate([token])
+            now += 0.04
+            engine.logits()
+            assert n_threads == ([] if index < 11 else [6])
+    assert engine.load.changes[-1].reason == "6.0 cores are free: 6 threads"
+    assert engine.load.changes[-1].n_threads == 6
+
+
 def test_a_plan_that_fills_the_card_keeps_its_ring(
     library: Library, smollm2: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +160,7 @@ def test_a_plan_that_fills_the_card_keeps_its_ring(
     with PlanEngine(library, smollm2, plan) as engine:
         engine.load = LoadAware(
             engine.helper, plan, engine._set_n_threads, adapts=True, keeps_trace=False, clock=lambda: now,
-            host_load=HostLoad(lambda: 0.0, lambda: 0.0, lambda: now),
+            host_load=HostLoad(lambda: 0.0, lambda: 0.0, lambda: now, runnable=lambda: 1),
         )  # fmt: skip
 
         def reasons(n_tokens: int) -> list[str]:

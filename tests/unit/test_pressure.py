@@ -22,6 +22,7 @@ from planner.pressure import (
     n_until_settled,
     phase_figures,
     pressure_view,
+    quiet_seconds,
     remarks,
 )
 from planner.pressure_picture import write_pressure_png
@@ -74,6 +75,13 @@ def test_figures_of_phases(result: PressureResult) -> None:
     assert cuts == [None, pytest.approx(0.65625), None, pytest.approx(0.5), None]
 
 
+def test_quiet_phases_count_by_their_tokens(result: PressureResult) -> None:
+    quiet = (60 * 0.1 + 30 * 0.102) / 90  # without the first ten of each phase
+    assert quiet_seconds(result.adaptive) == pytest.approx(quiet)
+    assert quiet_seconds(result.static) == pytest.approx(0.1)
+    assert quiet_seconds(replace(result.static, phases=())) is None
+
+
 def test_how_soon_a_phase_settles() -> None:
     assert n_until_settled([0.2] + [0.1] * 20) == 0
     assert n_until_settled([0.2] * 9 + [0.1] * 20) == 9
@@ -95,7 +103,7 @@ def test_the_table(result: PressureResult) -> None:
         [LINK_LOAD, "140.0 ms", "+40%", "3", "180.0 ms", "+80%", "0", "50%"],
     ]
     lines = remarks(result)
-    assert lines[0] == "quiet: +0.0% time per token, adaptive against static"
+    assert lines[0] == "all quiet phases: +0.7% time per token, adaptive against static"
     assert lines[1] == "last phase against the first: adaptive +2.0%, static +0.0%"
     assert "2 of 99 differ; there, the two likeliest logits are at most 0.25 apart" in lines[3]
 

@@ -7,36 +7,153 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from runtime import host_load
 from runtime.control_groups import usable_cores
 from runtime.host_load import INTERVAL_SECONDS, HostLoad, ThreadCount
+
+N_CORES, TOKEN_SECONDS = 16, 0.036
 
 
 def test_counts_what_others_take() -> None:
     now = busy = own = 0.0
     load = HostLoad(lambda: busy, lambda: own, lambda: now)
     n_cores = len(os.sched_getaffinity(0))
-    assert load.free_cores() is None  # too soon
+    assert load.free_cores(1) is None  # too soon
     now, busy, own = 1.0, 3.0, 2.5  # half a core is taken by others
-    assert load.free_cores() == pytest.approx(n_cores - 0.5)
+    assert load.free_cores(1) == pytest.approx(n_cores - 0.5)
     now, busy, own = 1.0 + INTERVAL_SECONDS / 2, 9.0, 2.5
-    assert load.free_cores() is None
+    assert load.free_cores(1) is None
     now, busy, own = 2.0, 1000.0, 2.5
-    assert load.free_cores() == 0.0
+    assert load.free_cores(1) == 0.0
     now, busy, own = 3.0, 1000.0, 4.0  # rounding: others never give cores
-    assert load.free_cores() == n_cores
+    assert load.free_cores(1) == n_cores
 
 
 def test_no_more_cores_are_free_than_the_quota() -> None:
     now = busy = 0.0
     load = HostLoad(lambda: busy, lambda: 0.0, lambda: now, max_cores=0.75)
     now = 1.0
-    assert load.free_cores() == 0.75
+    assert load.free_cores(1) == 0.75
     now, busy = 2.0, 1000.0
-    assert load.free_cores() == 0.0
+    assert load.free_cores(1) == 0.0
+
+
+@dataclass
+class System:
+    """16 cores, all this process's; every token takes `TOKEN_SECONDS`. Counts how often own threads are counted."""
+
+    others: int = 0  # tasks that run or wait for a core
+    own: int = 1
+    now: float = 0.0
+    busy_seconds: float = 0.0
+    n_counted: int = 0
+
+    def host_load(self, monkeypatch: pytest.MonkeyPatch, n_cores: int = N_CORES) -> HostLoad:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(n_cores)))
+        monkeypatch.setattr(os, "cpu_count", lambda: N_CORES)
+        return HostLoad(
+            lambda: self.busy_seconds, lambda: 0.0, lambda: self.now, float(n_cores),
+            lambda: self.others + self.own, self.count_own,
+        )  # fmt: skip
+
+    def count_own(self) -> int:
+        self.n_counted += 1
+        return self.own
+
+    def token(self, n_threads: int) -> None:
+        """Others get the cores that are left."""
+        self.now += TOKEN_SECONDS
+        self.busy_seconds += min(self.others, N_CORES - n_threads) * TOKEN_SECONDS
+
+
+def test_sees_what_others_want_when_all_cores_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten processes beside eight threads on 16 cores: they get 8 cores, and want 10."""
+    system = System()
+    load, threads = system.host_load(monkeypatch), ThreadCount(8)
+    n_threads = []
+    for i in range(40):
+        system.token(threads.n)
+        if i == 20:
+            system.others = 10
+        system.own = i % 3 * 4 + 1  # threads spin for a while after a token, or sleep
+        free = load.free_cores(threads.n)
+        if free is not None:
+            threads.update(free)
+        n_threads.append(threads.n)
+    assert n_threads == [8] * 22 + [6] * 18  # three tokens
+
+
+@pytest.mark.parametrize("n_threads", [8, 16])
+def test_own_threads_and_short_tasks_cost_no_threads(monkeypatch: pytest.MonkeyPatch, n_threads: int) -> None:
+    system, generator = System(), random.Random(0)
+    load = system.host_load(monkeypatch)
+    n_tokens = 1000
+    for i in range(n_tokens):
+        system.now += TOKEN_SECONDS
+        system.own = generator.choice([1, n_threads, n_threads + 1])  # they spin between tokens
+        system.others = 10 if i % 5 < 2 else 0  # for two tokens
+        assert load.free_cores(n_threads) in (None, N_CORES)
+    assert system.n_counted <= 0.6 * n_tokens
+
+
+def test_one_core_that_is_wanting_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = System(others=1)
+    load = system.host_load(monkeypatch)
+    free = []
+    for _ in range(10):
+        system.now += TOKEN_SECONDS
+        free.append(load.free_cores(16))
+    assert [i for i, cores in enumerate(free) if cores == 15] == [7, 8, 9]
+
+
+def test_tasks_of_others_with_cores_of_their_own_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = System(others=40)
+    load = system.host_load(monkeypatch, n_cores=4)  # the other twelve are for others
+    for _ in range(20):
+        system.now += TOKEN_SECONDS
+        assert load.free_cores(4) in (None, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("loadavg", "expected"),
+    [
+        ("0.82 0.94 1.03 13/87 11840\n", 13),
+        ("0.00 0.00 0.00 0/0 0\n", 0),  # systems that do not count
+        ("0.00 0.00 0.00\n", None),
+        ("nonsense of another system's", None),
+        (None, None),
+    ],
+)
+def test_runnable_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loadavg: str | None, expected: int | None
+) -> None:
+    if loadavg is not None:
+        (tmp_path / "loadavg").write_text(loadavg)
+    monkeypatch.setattr(host_load, "_LOADAVG", str(tmp_path / "loadavg"))
+    assert host_load._runnable() == expected
+
+
+def test_own_runnable_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (host_load._own_runnable() or 0) >= 1  # the one that asks
+    monkeypatch.setattr(host_load, "_OWN_TASKS", str(tmp_path / "task"))
+    assert host_load._own_runnable() is None
+    for thread, text in {"1": "1 (a) R 0", "2": "2 (R ) S) S 0", "3": "3 (b) R) R 0", "4": "", "5": "odd"}.items():
+        (tmp_path / "task" / thread).mkdir(parents=True)
+        (tmp_path / "task" / thread / "stat").write_text(text)
+    (tmp_path / "task" / "6").mkdir()  # has ended
+    assert host_load._own_runnable() == 2
+
+
+def test_looking_is_cheap() -> None:
+    started = time.process_time()
+    for _ in range(200):
+        host_load._runnable()
+    assert (time.process_time() - started) / 200 < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -65,9 +182,9 @@ def test_sees_a_busy_process() -> None:
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         time.sleep(1.0)
-        load.free_cores()
+        load.free_cores(1)
         time.sleep(1.0)
-        free = load.free_cores()
+        free = load.free_cores(1)
         assert free is not None
         assert free <= len(os.sched_getaffinity(0)) - 0.5
     finally:
