@@ -21,7 +21,7 @@ from . import placement, verify
 from .build import native_helper
 from .cli import Target
 from .export_script import python_script
-from .library import HOST_DEVICE, HYBRID_DEVICE
+from .library import GPU_QUEUES, HOST_DEVICE, HYBRID_DEVICE
 from .session import ALL_LAYERS
 
 HOST_BUFFER_TYPE = "ATS_Host"  # the default buffer type of HOST_DEVICE, as -ot knows it
@@ -52,6 +52,8 @@ def export_plan(plan_path: Path, target: Target, model: Path | None, *, static: 
         "ATSPLAN_DEVICE": plan.device if plan.device == "sim" else plan.device.upper(),
         "ATSPLAN_SETTINGS": str(settings_path),
     }
+    if plan.device != "sim":
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = GPU_QUEUES
     text = _render(plan, target, model_path, environment, HOST_BUFFER_TYPE)
     return Export(text, tuple(_notes(plan, target, model_path, static=False)))
 

@@ -30,10 +30,12 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda0"
 MAX_NOISE = 0.1  # of the logits' standard deviation
 MAX_FLIPPED = 0.2  # of the rows: there, noise chose another expert
-PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 250, size=80)]
+PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 250, size=100)]
 # CUDA graphs replay from the third token on.
 DECODED = [int(token) for token in np.random.default_rng(1).integers(0, 250, size=24)]
-BATCHES = (2, 3, 7, 7, 7, 7, 7, 1, 1)  # of several tokens; launches are early from the fourth of a size on
+# Of several tokens; launches are early from the fourth of a size on. 100 tokens have more columns than a GPU has room for.
+BATCHES = (2, 3, 7, 7, 7, 7, 7, 100, 100, 100, 100, 100, 1, 1)
+SETTINGS = LoadSettings(n_context=1024, n_ubatch=128, n_threads=2)
 ANY_EXPERTS = ExpertPolicy(cache_bytes=1 << 20, cpu_seconds=2e-5, link_seconds=2e-5, link_latency_seconds=0.0)
 
 
@@ -44,12 +46,15 @@ def logits(
     library = load(device)
     if seed is None:
         devices = (device.upper(),) if device != "sim" else ()
-        engine = Engine(library, model, LoadSettings(256, 32, 2, devices=devices))
+        engine = Engine(library, model, replace(SETTINGS, devices=devices))
     else:
-        weights = inspect_model(model, device, [256], [32]).weights_decode
-        min_tokens = 33 if seed == 2 else 8  # the prompt as decoded tokens are, or not
+        weights = inspect_model(model, device, [SETTINGS.n_context], [SETTINGS.n_ubatch]).weights_decode
+        min_tokens = 129 if seed == 2 else 8  # the prompt as decoded tokens are, or not
         placements = random_placements(weights, seed)
-        plan = plan_for(model, placements, ring_bytes=4 << 20, experts=experts, prefill_min_tokens=min_tokens)
+        plan = plan_for(
+            model, placements, n_context=SETTINGS.n_context, n_ubatch=SETTINGS.n_ubatch, ring_bytes=4 << 20,
+            experts=experts, prefill_min_tokens=min_tokens,
+        )  # fmt: skip
         engine = PlanEngine(library, model, replace(plan, device=device))
         engine.helper.set_option("expert_prediction", prediction)
     rows = []
