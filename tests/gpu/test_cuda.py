@@ -33,7 +33,7 @@ MAX_FLIPPED = 0.2  # of the rows: there, noise chose another expert
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 250, size=100)]
 # CUDA graphs replay from the third token on.
 DECODED = [int(token) for token in np.random.default_rng(1).integers(0, 250, size=24)]
-# Of several tokens; launches are early from the fourth of a size on. 100 tokens have more columns than a GPU has room for.
+# Of several tokens; launches are early from the fourth of a size on. 100 have more columns than a GPU has room for.
 BATCHES = (2, 3, 7, 7, 7, 7, 7, 100, 100, 100, 100, 100, 1, 1)
 SETTINGS = LoadSettings(n_context=1024, n_ubatch=128, n_threads=2)
 ANY_EXPERTS = ExpertPolicy(cache_bytes=1 << 20, cpu_seconds=2e-5, link_seconds=2e-5, link_latency_seconds=0.0)
