@@ -75,7 +75,9 @@ bool ExpertLane::find_memory(size_t bytes, const Settings & settings, WeightRing
     if (memory_ == nullptr || !scratch_) {
         return false;
     }
-    ggml_backend_buffer_clear(memory_, 0);
+    if (own_memory_) { // the ring's is cleared when it is taken over
+        ggml_backend_buffer_clear(memory_, 0);
+    }
     return true;
 }
 
@@ -213,7 +215,7 @@ int ExpertLane::n_to_stream(const ExpertFamily & family, int n_missing, bool has
     const double cpu   = family.cpu_ns.at(family.n_used()) / family.n_used();
     const double link  = link_ns(family);
     const double value = has_prediction ? hit_fraction_ * cpu / (cpu + link) : 0.0; // of link time
-    const double behind = std::max(0.0, link_free_at_ - now); // copies that are not done
+    const double behind = behind_ns(now);
     int          best      = 0;
     double       best_time = 0.0;
     for (int n = 0; n <= n_missing; n++) {
@@ -376,7 +378,7 @@ ggml_status ExpertLane::run(Step & step, ActivationBridge & bridge, uint32_t rou
         glue_ns_ += glue_part * (static_cast<double>(decided - decided_at_) - both_ns_ - glue_ns_);
     }
     decided_at_       = decided;
-    both_ns_          = std::max(family.gpu_ns.at(n_streamed), family.cpu_ns.at(n_cpu));
+    both_ns_          = std::max(behind_ns(static_cast<double>(decided)) + family.gpu_ns.at(n_streamed), family.cpu_ns.at(n_cpu));
     link_free_at_     = std::max(link_free_at_, static_cast<double>(decided)) + n_streamed * link_ns(family);
     ahead_.is_decided = share.prediction == nullptr;
 

@@ -15,6 +15,7 @@
 
 #include "ggml-cpp.h"
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
@@ -133,6 +134,7 @@ class ExpertLane {
     ggml_status compute_columns(const Layer & layer, int n_columns);
     void   copy_ahead(const Step & step, ActivationBridge & bridge, uint32_t round);
     double link_ns(const ExpertFamily & family) const; // of one expert
+    double behind_ns(double now) const { return std::max(0.0, link_free_at_ - now); } // until all copies asked for are done
 
     ggml_backend_t                                experts_, cpu_;
     int64_t                                       cache_bytes_ = -1;
