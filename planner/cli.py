@@ -15,12 +15,11 @@ from .errors import AtsplanError, InfeasibleError, InvalidFileError, MismatchErr
 from .examples import examples
 from .gguf_model import read_model_info
 from .measurements import ModelInfo, Profile
-from .memory import DEFAULT_MARGIN_BYTES
+from .memory import DEFAULT_MARGIN_BYTES, KV_GRANULE
 from .plan import Plan
 from .plans_cli import Here
 from .plans_cli import register as register_plans
 from .pressure import PressureResult
-from .problem import KV_GRANULE
 from .records import read_record, to_json, write_record
 from .trace import Trace
 from .units import parse_size

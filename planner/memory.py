@@ -12,6 +12,8 @@ from .plan import VramBudget
 from .units import KIB, MIB, format_size, mib_ceil
 from .workload import Workload, kv_label
 
+KV_GRANULE = 256  # llama.cpp's KV cache holds, and its attention reads, a multiple of so many tokens
+
 # Each buffer is rounded up by the driver (2 MiB pages), and scratch pools grow a little with the batch's shape.
 DEFAULT_MARGIN_BYTES = 32 * MIB
 
@@ -144,11 +146,12 @@ def _context_and_compute(profile: Profile, workload: Workload) -> tuple[int, int
             f"A context of {workload.n_context} tokens is needed; the profile knows up to {cases[-1].n_context}.",
             f"Profile again with --ctx {workload.n_context}.",
         )
-    above = next(case for case in cases if case.n_context >= workload.n_context)
-    below = next((case for case in reversed(cases) if case.n_context <= workload.n_context), above)
+    n_context = min(-(-workload.n_context // KV_GRANULE) * KV_GRANULE, cases[-1].n_context)
+    above = next(case for case in cases if case.n_context >= n_context)
+    below = next((case for case in reversed(cases) if case.n_context <= n_context), above)
     if above.n_context == below.n_context:
         return above.context_bytes, above.compute_bytes
-    share = (workload.n_context - below.n_context) / (above.n_context - below.n_context)
+    share = (n_context - below.n_context) / (above.n_context - below.n_context)
     return (
         math.ceil(below.context_bytes + share * (above.context_bytes - below.context_bytes)),
         math.ceil(below.compute_bytes + share * (above.compute_bytes - below.compute_bytes)),

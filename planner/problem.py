@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from .errors import AtsplanError
 from .measurements import Contention, HostTiming, Profile, WeightUse
-from .memory import granule_bytes, is_decided, padding_bytes, vram_bytes
+from .memory import KV_GRANULE, granule_bytes, is_decided, padding_bytes, vram_bytes
 from .units import MIB
 from .workload import Workload
 
@@ -18,7 +18,6 @@ _PerThreadCount = TypeVar("_PerThreadCount", Contention, HostTiming)
 
 _MAX_SLOWDOWN = 1000.0  # more is no measurement
 _CORE_CACHE_BYTES = 1 * MIB  # of one core alone; profiles know the shared cache only
-KV_GRANULE = 256  # llama.cpp's attention reads a multiple of so many tokens
 _MAX_INPUTS = 8  # a traced weight lists no more; the list may then lack the nearest ones
 
 

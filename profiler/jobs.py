@@ -21,7 +21,8 @@ from planner.measurements import (
     QueueTiming,
     WeightUse,
 )
-from planner.problem import KV_GRANULE, find_units
+from planner.memory import KV_GRANULE
+from planner.problem import find_units
 from planner.units import KIB, MIB
 from runtime.inspect_model import Inspection
 

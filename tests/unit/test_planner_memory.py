@@ -63,7 +63,7 @@ def test_embedding_on_the_host_costs_nothing_and_a_tied_one_can_live_on_both_sid
     assert fixed_memory(tied, WORKLOAD).resident_bytes == 3 * 2048 * 4
 
 
-@pytest.mark.parametrize(("n_context", "expected"), [(512, 512), (100, 512), (4096, 4096), (2304, 2304), (513, 513)])
+@pytest.mark.parametrize(("n_context", "expected"), [(512, 512), (100, 512), (4096, 4096), (2304, 2304), (513, 768)])
 def test_context_between_cases_is_linear_and_never_below_the_smallest(n_context: int, expected: int) -> None:
     fixed = fixed_memory(synthetic_profile(), replace(WORKLOAD, n_context=n_context))
     assert fixed.context_bytes == expected * 40 * 2 * 1024 * 2
@@ -71,8 +71,8 @@ def test_context_between_cases_is_linear_and_never_below_the_smallest(n_context:
 
 def test_interpolation_rounds_up() -> None:
     profile = synthetic_profile()
-    low, high = (replace(profile.memory[0], n_context=n, context_bytes=b) for n, b in ((10, 100), (13, 101)))
-    fixed = fixed_memory(replace(profile, memory=(high, low)), replace(WORKLOAD, n_context=11))
+    low, high = (replace(profile.memory[0], n_context=n, context_bytes=b) for n, b in ((256, 100), (1024, 102)))
+    fixed = fixed_memory(replace(profile, memory=(high, low)), replace(WORKLOAD, n_context=500))
     assert fixed.context_bytes == 101
 
 
