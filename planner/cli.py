@@ -199,7 +199,9 @@ def register(
         try:
             record = library.read_one_of(file, *kinds)
         except InvalidFileError:
-            if not timeline and not html and not png and show_other(file):
+            if show_other(file):
+                if timeline or html or png:
+                    raise UsageError(f"{file} can be shown in the terminal only.", "Name a plan to draw.") from None
                 return
             raise
         if (timeline or profile_file) and not isinstance(record, Plan):

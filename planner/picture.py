@@ -22,6 +22,7 @@ MEMORY_COLOURS = {
     "compute buffers": "#7fb2f0",
     "ring for streaming": "#e0a100",
     "single experts": "#b5489a",
+    "ring, single experts": "#e0a100",
     "driver and kernels": "#7f8fa6",
     "margin": "#b0b9c6",
     "idle": "#dfe3ea",

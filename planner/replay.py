@@ -17,8 +17,7 @@ from .timeline import Timeline, simulate
 
 def simulate_plan(profile: Profile, plan: Plan) -> Timeline:
     """Return one token in steady state, with events. Raises MismatchError if the profile is of another model."""
-    placed = {placement.name for placement in plan.placements}
-    if any(weight.name not in placed for weight in profile.weights):
+    if profile.sizes != {placement.name: placement.size_bytes for placement in plan.placements}:
         raise MismatchError("The profile is of another model than the plan.", "Give the plan's own profile.")
     graph = build_graph(profile.weights)
     _, n_past = mean_past(plan.workload)

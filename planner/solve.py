@@ -153,7 +153,9 @@ def static_problem(problem: DecodeProblem) -> tuple[list[int], list[int], list[i
 def _check_inputs(profile: Profile, workload: Workload) -> list[str]:
     """Refuse what the profile cannot answer. Return notes for the plan."""
     if profile.hardware.gpu is None or not any(kernel.device == "gpu" for kernel in profile.kernels):
-        raise InfeasibleError("The profile has no GPU.", "Profile again with --device auto, or --device sim to try.")
+        raise InfeasibleError(
+            "The profile has no GPU.", "Without one, `atsplan profile MODEL --device sim` lets you try."
+        )
     if not profile.thread_counts:
         raise AtsplanError("The profile has no CPU times.", "Profile again with --force.")
     if workload.n_ubatch != profile.n_ubatch:

@@ -9,6 +9,8 @@ import pytest
 
 from planner import library
 from planner.library_check import check_file
+from planner.page import plan_page
+from planner.picture import write_png
 from planner.plan import Plan
 from planner.pressure import PressureResult, phase_figures
 from planner.records import read_record
@@ -63,3 +65,11 @@ def plans_named_like(path: Path) -> list[Plan]:
         for other in path.parent.glob("*.json")
         if library.kind_of(other) is Plan and path.name.startswith(other.stem)
     ]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if library.kind_of(path) is Plan], ids=name)
+def test_a_shipped_plan_can_be_drawn(path: Path, tmp_path: Path) -> None:
+    plan = read_record(path, Plan)
+    assert plan.model.name in plan_page(plan, [], None, [])
+    write_png(tmp_path / "plan.png", plan.model.name, plan, [], None)
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
