@@ -186,4 +186,5 @@ def test_show_prints_a_bench_result() -> None:
     assert "decode tokens/s" in result.stdout
     assert "without prefetch: prefill" in result.stdout
     refused = command_line("show", str(path), "--timeline")
-    assert refused.returncode == 1
+    assert refused.returncode == 2
+    assert "can be shown in the terminal only" in refused.stderr
