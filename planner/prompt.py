@@ -60,7 +60,7 @@ class PromptProblem:
         options = [
             self._with_streams(decode, fitting),
             self._with_streams(decode, self._whole_units(faster)),
-            self._with_streams(decode, [use for use in host if self.unit_of[use] in turns]),
+            self._with_streams(decode, [use for use in fitting if self.unit_of[use] in turns]),
             self._with_streams(decode, []),
         ]
         return min(options, key=lambda classes: self.simulate(classes, ring_bytes, self.profile.n_ubatch).seconds)

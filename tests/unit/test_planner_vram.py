@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.errors import InfeasibleError
@@ -41,6 +41,14 @@ MACHINES = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
+@example(
+    Shapes("Small", 6, 512, 512, 256, 256, 4096, n_experts=64, n_experts_used=1),
+    Machine(
+        cpu_rates={4: 1.35e9}, cpu_busy_rates={4: 1.25e9}, link_rate=110e9, link_busy_rate=100e9, expert_rate=100e9
+    ),
+    None,
+    0.1796875,
+)  # the last of a layer's weights is larger than the ring
 @given(SHAPES, MACHINES, st.sampled_from((None, 0.5, 2.0)), st.floats(0, 1.05))
 def test_what_is_placed_is_accounted_for(shapes: Shapes, machine: Machine, skew: float | None, share: float) -> None:
     profile = synthetic_profile(shapes, machine)
