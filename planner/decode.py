@@ -131,10 +131,9 @@ class DecodeProblem:
 
     def residents_room_bytes(self, ring_bytes: int) -> int:
         """Return the VRAM for residents beside a ring and the least that single experts need."""
-        if not self.split_units:
+        if self.experts is None:
             return self.available_bytes - ring_bytes
-        everything = range(len(self.experts.blocks)) if self.experts else ()
-        least = self.experts.vram_bytes(everything, 0) if self.experts else 0
+        least = self.experts.vram_bytes(range(len(self.experts.blocks)), 0)
         return self.available_bytes - max(ring_bytes + PREDICTION_BYTES, least)
 
     def room_bytes(self, classes: Sequence[WeightClass]) -> int:

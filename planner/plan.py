@@ -125,6 +125,12 @@ class Plan:
     schema_version: int = PLAN_SCHEMA_VERSION
 
     @property
+    def largest_streamed_bytes(self) -> int:
+        """Return what the largest weight that is streamed takes in the ring, be it in prompts only."""
+        streamed = [item for item in self.placements if "stream" in (item.decode, item.prefill)]
+        return max((item.costs.ring_bytes if item.costs else item.size_bytes for item in streamed), default=0)
+
+    @property
     def shares_ring(self) -> bool:
         """Whether single experts are kept in the ring: while decoding, nothing else passes through it."""
         return self.experts is not None and all(placement.decode != "stream" for placement in self.placements)

@@ -161,10 +161,7 @@ class LoadAware:
 
     def _smallest_ring_bytes(self) -> int:
         """Return the room for the largest weight that is streamed, if only in prompts; all, if experts share it."""
-        if self._plan.shares_ring:
-            return self._plan.vram.ring_bytes
-        streamed = [p for p in self._plan.placements if "stream" in (p.decode, p.prefill)]
-        return max((p.costs.ring_bytes if p.costs else p.size_bytes for p in streamed), default=0)
+        return self._plan.vram.ring_bytes if self._plan.shares_ring else self._plan.largest_streamed_bytes
 
     def _resize_ring(self, ring_bytes: int, reason: str) -> None:
         self._ring_bytes = ring_bytes

@@ -55,9 +55,7 @@ def check_software(plan: Plan, software: Software) -> None:
 def check_memory(plan: Plan, free_vram_bytes: int | None, available_host_bytes: int | None) -> None:
     """Raise DeviceError, naming the missing bytes, if the plan does not fit now. None: unknown."""
     vram = plan.vram  # a plan that people have edited may place more than it says
-    streamed = [item for item in plan.placements if "stream" in (item.decode, item.prefill)]
-    largest = max((item.costs.ring_bytes if item.costs else item.size_bytes for item in streamed), default=0)
-    ring_bytes = max(vram.ring_bytes, largest)
+    ring_bytes = max(vram.ring_bytes, plan.largest_streamed_bytes)
     weights_bytes = max(vram.weights_bytes, sum(item.size_bytes for item in plan.placements if item.is_resident))
     needed = weights_bytes + vram.context_bytes + vram.compute_bytes + ring_bytes + vram.experts_bytes
     if free_vram_bytes is not None and needed > free_vram_bytes:
