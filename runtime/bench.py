@@ -85,8 +85,8 @@ def bench(
 ) -> BenchResult:
     """Measure everything, each contender in a child process. Raises AtsplanError.
 
-    Half of the plan's repetitions come before llama.cpp's and half after, so that a drift of the machine
-    does not favour either.
+    Half of the plan's repetitions come before those of what it is compared with and half after, so that a drift of the
+    machine does not favour either.
     """
     needed = max(depths) + n_prompt + n_generate
     if needed > plan.workload.n_context:
@@ -94,17 +94,18 @@ def bench(
             f"{max(depths)} + {n_prompt} + {n_generate} tokens exceed the plan's context of {plan.workload.n_context}.",
             "Measure at smaller depths, or solve with a larger --ctx.",
         )
+    n_after = n_repeat // 2 if against_plain or ablate else 0
     task = Task(
-        str(model_path), plan.device, str(plan_path), None, n_prompt, n_generate, depths, (n_repeat + 1) // 2,
+        str(model_path), plan.device, str(plan_path), None, n_prompt, n_generate, depths, n_repeat - n_after,
         is_adaptive=is_adaptive,
     )  # fmt: skip
     report(f"Measuring the plan (repetitions: {task.n_repeat}) ...")
     measured = measure(task)
     plain = _bench_plain(plan, replace(task, plan_path=None, n_repeat=n_repeat), report) if against_plain else ()
     ablations = _bench_ablations(plan, replace(task, n_repeat=n_repeat), report) if ablate else ()
-    if n_repeat > 1:
-        report(f"Measuring the plan again (repetitions: {n_repeat // 2}) ...")
-        measured = _joined(measured, measure(replace(task, n_repeat=n_repeat // 2)))
+    if n_after:
+        report(f"Measuring the plan again (repetitions: {n_after}) ...")
+        measured = _joined(measured, measure(replace(task, n_repeat=n_after)))
     return BenchResult(plan, *machine, n_prompt, n_generate, measured, plain, ablations)
 
 

@@ -293,14 +293,18 @@ MatmulBench::MatmulBench(ggml_backend_t backend, const ats_matmul_spec * checked
 
     const bool    by_id  = spec.n_experts_used > 0;
     const int64_t n_rows = by_group ? n_groups : spec.n_tokens;
-    operands             = new_context(2, 0);
-    input                = ggml_new_tensor_3d(operands.get(), GGML_TYPE_F32, spec.shape[0], by_id ? 1 : spec.n_tokens,
-                                              by_id ? spec.n_tokens : spec.shape[2]);
+    operands             = new_context(3, 0);
+    for (ggml_tensor *& input : inputs) {
+        input = ggml_new_tensor_3d(operands.get(), GGML_TYPE_F32, spec.shape[0], by_id ? 1 : spec.n_tokens,
+                                   by_id ? spec.n_tokens : spec.shape[2]);
+    }
     if (by_id) {
         ids = ggml_new_tensor_2d(operands.get(), GGML_TYPE_I32, spec.n_experts_used, n_rows);
     }
     operand_buffer = allocate(operands.get(), ggml_backend_get_default_buffer_type(backend));
-    fill_random(input, 1.0f);
+    for (ggml_tensor * input : inputs) {
+        fill_random(input, 1.0f);
+    }
     if (by_id) {
         const std::vector<int32_t> chosen = choose_experts(spec.shape[2], spec.n_experts_used, n_rows, by_group);
         ggml_backend_tensor_set(ids, chosen.data(), 0, ggml_nbytes(ids));
@@ -320,6 +324,7 @@ void MatmulBench::build(int n_products) {
     for (int i = 0; i < n_products; i++) {
         const int64_t product = (pool->cursor + i) % n_distinct;
         ggml_tensor * weights = pool->copies[product / n_groups];
+        ggml_tensor * input   = inputs[i % 2];
         ggml_tensor * node;
         if (ids) {
             const int64_t row  = by_group ? product % n_groups : 0;

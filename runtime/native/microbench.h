@@ -100,8 +100,8 @@ class MatmulBench {
     int64_t                 n_groups;    // disjoint groups of experts in one copy of the weights
     int64_t                 n_distinct;  // products until the same weights come again
     ggml_context_ptr        operands;
-    ggml_tensor *           input = nullptr;
-    ggml_tensor *           ids   = nullptr; // a row of expert ids per token, or per group
+    ggml_tensor *           inputs[2] = {}; // in turns: products of one input are computed together
+    ggml_tensor *           ids       = nullptr; // a row of expert ids per token, or per group
     ggml_backend_buffer_ptr operand_buffer, output_buffer;
     ggml_context_ptr        nodes;
     FastProducts            products;

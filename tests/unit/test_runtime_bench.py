@@ -63,6 +63,21 @@ def test_bad_depths(text: str) -> None:
         parse_depths(text)
 
 
+def test_a_plan_alone_is_loaded_once(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    tasks: list[Task] = []
+
+    def measure(task: Task) -> Measured:
+        tasks.append(task)
+        return measured(0.02, 0.5)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    bench.bench(
+        plan, Path("plan.json"), Path("model.gguf"), (HARDWARE, SOFTWARE),
+        n_prompt=512, n_generate=64, depths=(0,), n_repeat=5, against_plain=False, ablate=False, report=[].append,
+    )  # fmt: skip
+    assert [task.n_repeat for task in tasks] == [5]
+
+
 def test_contenders_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     tasks: list[Task] = []
     searches: list[Search] = []
