@@ -32,6 +32,7 @@ N_FIRST = 3  # tokens that tell what has changed
 N_MEASURED = 6  # tokens that tell what a change was good for
 MAX_VISITS = 3  # patterns that are measured before one of them stays
 MIN_TRIAL, MAX_TRIAL = 32, 512  # tokens after which to try what cannot be measured, in case it is as planned again
+MIN_LOOK, MAX_LOOK = 12, 96  # tokens after which to see whether lanes are out of balance, though nothing deviates
 CLEAR = 0.05  # of a token's time, and NOISE times the usual deviations: a pattern is slower for certain
 LINK_BOUND = 0.88  # share of a token from which on the host may be waiting for the link
 _TRIAL = "a trial"
@@ -215,7 +216,7 @@ class Controller:
         self._model: Model | None = None
         self._usual: list[Measured] | None = None  # once settled: what tokens took then
         self._is_final = False  # the pattern is the fastest of those visited
-        self._trial_interval = MIN_TRIAL
+        self._n_trials = 0
         self._home: Visit | None = None  # where tokens were fastest, ever
 
     def interrupt(self) -> None:
@@ -226,6 +227,7 @@ class Controller:
     def restart(self, reason: str) -> None:
         """Settle anew: what was measured before no longer counts."""
         self._visits, self._reason, self._is_final, self._usual = [], reason, False, None
+        self._n_trials = 0
         self._n_to_skip = max(self._n_to_skip, 1)
         self._window.clear()
 
@@ -244,20 +246,29 @@ class Controller:
         recent = list(self._window)[-N_FIRST:]
         reason = _deviation(recent, self._usual)
         if reason:
-            self._trial_interval = MIN_TRIAL
             # The link is measured late: the last value is the truest.
             return self._start(reason, recent, replace(_mean(recent), link_seconds=measured.link_seconds))
-        if self._n_since_change >= self._trial_interval and self._is_blind(_mean(recent)):
-            self._trial_interval = min(2 * self._trial_interval, MAX_TRIAL)
-            self._n_since_change = 0
+        if self._is_time_for_a_trial():
+            n_trials, self._n_since_change = self._n_trials + 1, 0
             self._model = None  # what cannot be measured is assumed to be as planned
-            return self._start(_TRIAL, self._window, _mean(self._window))
+            decision = self._start(_TRIAL, self._window, _mean(self._window))
+            self._n_trials = n_trials  # in vain, unless another pattern turns out to be better
+            return decision
         return None
 
-    def _is_blind(self, measured: Measured) -> bool:
-        """Tell whether something is not measured: a lane that does nothing, or waiting that the link hides."""
-        cpu, link = self._policy.lanes(self.streamed)
-        return cpu == 0 or link == 0 or self._policy.waits_for_link(measured)
+    def _is_time_for_a_trial(self) -> bool:
+        """Tell whether to try something though speeds have not changed; the more trials were in vain, the rarer."""
+        measured, (cpu, link) = _mean(self._window), self._policy.lanes(self.streamed)
+        if self._n_since_change >= min(MIN_TRIAL << self._n_trials, MAX_TRIAL) and (
+            cpu == 0 or link == 0 or self._policy.waits_for_link(measured)
+        ):
+            return True  # a lane that does nothing is not measured, nor is waiting that the link hides
+        first = MIN_LOOK if len(self._visits) == 1 else MIN_TRIAL  # what other patterns took counts for longer
+        if self._n_since_change < min(first << self._n_trials, MAX_LOOK) or self._n_since_change % N_MEASURED:
+            return False
+        model = self._policy.model([Visit(self.streamed, measured, tuple(self._window))], None)
+        expected = self._policy.token_seconds(model, self.streamed)
+        return self._policy.token_seconds(model, self._policy.best(model)) < (1 - CLEAR) * expected
 
     def _start(self, reason: str, tokens: Iterable[Measured], measured: Measured) -> Decision | None:
         """Speeds have changed: what was measured before no longer counts."""
@@ -287,6 +298,8 @@ class Controller:
             self._is_final = True
             return self._change(fastest.streamed, "the fastest so far", model)
         self._usual = list(self._window)
+        if self.streamed != self._visits[0].streamed:
+            self._n_trials = 0
         if self._home is None or measured.seconds < (1 - SAME) * self._home.measured.seconds:
             self._home = visit
         return None

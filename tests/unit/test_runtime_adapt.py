@@ -117,6 +117,18 @@ def test_follows_a_change_within_ten_tokens_and_comes_back(change: dict[str, flo
     assert after[-1] <= 1.03 * machine.best_seconds(N)
 
 
+def test_lanes_out_of_balance_are_noticed_though_nothing_deviates() -> None:
+    """Trials have become rare; then threads come back, and the CPU is faster only when it has settled."""
+    controller, machine = controller_of(), Machine(noise=0.01)
+    run(controller, machine, 100)
+    run(controller, replace(machine, cpu=0.7), 1000)
+    controller.restart("the number of threads has changed")
+    run(controller, replace(machine, cpu=0.785), 20)
+    faster = replace(machine, cpu=0.9)
+    run(controller, faster, 60)
+    assert faster.token(N, len(controller.streamed)).seconds <= 1.03 * faster.best_seconds(N)
+
+
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 def test_does_not_flap(noise: float) -> None:
     controller, machine = controller_of(), Machine(noise=noise)
