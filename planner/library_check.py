@@ -77,20 +77,21 @@ def _prediction_problems(plan: Plan, profile: Profile) -> Iterator[str]:
         return
     if plan.software != profile.software:
         yield "it was made for other software than its profile"
-    fixed = fixed_memory(profile, plan.workload, plan.vram.margin_bytes)
+    fixed = fixed_memory(profile, plan.workload, plan.vram.margin_bytes, plan.vram.budget_bytes)
+    is_current = plan.software.atsplan == __version__
     granule = granule_bytes(profile.weights)
     resident = {placement.name for placement in plan.placements if placement.is_resident}
     decided = {w.name: vram_bytes(w) for w in profile.weights if w.name in resident and is_decided(w, granule)}
     expected = {
         "weights": fixed.resident_bytes + sum(decided.values()), "context": fixed.context_bytes,
-        "compute": fixed.compute_bytes, "overhead": fixed.overhead_bytes,
+        "compute": fixed.compute_bytes, **({"overhead": fixed.overhead_bytes} if is_current else {}),
     }  # fmt: skip
     for name, size in expected.items():
         found = getattr(plan.vram, f"{name}_bytes")
         if found != size:
             yield f"{found} bytes of VRAM for {name}, by its profile {size}"
     predicted = plan.prediction
-    tolerance = TOLERANCE if plan.software.atsplan == __version__ else OTHER_TOLERANCE
+    tolerance = TOLERANCE if is_current else OTHER_TOLERANCE
     for name, found_seconds, seconds in (
         ("a token", predicted.decode_seconds_per_token, simulate_plan(profile, plan).seconds),
         ("the prompt", predicted.prefill_seconds, prompt_seconds(profile, plan)),

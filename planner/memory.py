@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import AtsplanError, InfeasibleError
 from .measurements import MemoryCase, Profile, WeightUse
@@ -14,8 +14,10 @@ from .workload import Workload, kv_label
 
 KV_GRANULE = 256  # llama.cpp's KV cache holds, and its attention reads, a multiple of so many tokens
 
-# Each buffer is rounded up by the driver (2 MiB pages), and scratch pools grow a little with the batch's shape.
-DEFAULT_MARGIN_BYTES = 32 * MIB
+# Each buffer is rounded up by the driver (2 MiB pages), scratch pools grow a little with the batch's shape, and graphs
+# that were captured take some.
+DEFAULT_MARGIN_BYTES = 24 * MIB
+_ENTRIES_PER_PAGE = 512  # pages of pinned host memory that a page of the card's page tables knows
 
 _TENSOR_ALIGNMENT = 128  # ggml's CUDA buffers
 _ROW_MULTIPLE = 512  # elements; the CUDA backend pads the last row of quantised tensors to it
@@ -67,8 +69,10 @@ def is_decided(weight: WeightUse, granule: int) -> bool:
     return not weight.is_input and weight.op in ("MUL_MAT", "MUL_MAT_ID") and weight.size_bytes >= granule
 
 
-def fixed_memory(profile: Profile, workload: Workload, margin_bytes: int = DEFAULT_MARGIN_BYTES) -> FixedMemory:
-    """Return the VRAM that does not depend on the placement.
+def fixed_memory(
+    profile: Profile, workload: Workload, margin_bytes: int = DEFAULT_MARGIN_BYTES, budget_bytes: int | None = None
+) -> FixedMemory:
+    """Return the VRAM that does not depend on the placement; for a budget, with page tables for what does not fit.
 
     Raises AtsplanError if the workload's settings are not among the profile's memory cases.
     """
@@ -79,13 +83,19 @@ def fixed_memory(profile: Profile, workload: Workload, margin_bytes: int = DEFAU
         for weight in profile.weights
         if not weight.is_input and not is_decided(weight, granule)
     }
-    return FixedMemory(
+    fixed = FixedMemory(
         resident_bytes=sum(always_resident.values()),
         context_bytes=context_bytes,
         compute_bytes=compute_bytes,
         overhead_bytes=profile.device_overhead_bytes,
         margin_bytes=margin_bytes,
     )
+    if budget_bytes is None:
+        return fixed
+    weights_bytes = sum(profile.sizes.values()) - fixed.resident_bytes
+    excess_bytes = max(0, weights_bytes - (budget_bytes - fixed.total_bytes))  # page tables not counted
+    page_tables_bytes = min(-(-weights_bytes // _ENTRIES_PER_PAGE), -(-excess_bytes // (_ENTRIES_PER_PAGE - 1)))
+    return replace(fixed, overhead_bytes=fixed.overhead_bytes + page_tables_bytes)
 
 
 def available_bytes(fixed: FixedMemory, budget_bytes: int) -> int:

@@ -67,7 +67,7 @@ def solve(
         if 0 < limit_bytes < budget_bytes:
             budget_bytes = limit_bytes
             notes.append(f"The budget was cut to the {format_size(limit_bytes)} that {why}.")
-    fixed = fixed_memory(profile, workload, margin_bytes)
+    fixed = fixed_memory(profile, workload, margin_bytes, budget_bytes)
     base = _decode_problem(profile, workload, available_bytes(fixed, budget_bytes))
     n_threads = workload.n_threads or _best_thread_count(profile, workload, base)
     problem = _at_threads(profile, workload, base, n_threads)

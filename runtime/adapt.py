@@ -33,6 +33,8 @@ N_MEASURED = 6  # tokens that tell what a change was good for
 MAX_VISITS = 3  # patterns that are measured before one of them stays
 MIN_TRIAL, MAX_TRIAL = 32, 512  # tokens after which to try what cannot be measured, in case it is as planned again
 MIN_LOOK, MAX_LOOK = 12, 96  # tokens after which to see whether lanes are out of balance, though nothing deviates
+# Since a change, before a trial and before a deviation counts: small models' tokens are too short to follow all noise.
+MIN_TRIAL_SECONDS, MIN_CHANGE_SECONDS = 1.0, 0.5
 CLEAR = 0.05  # of a token's time, and NOISE times the usual deviations: a pattern is slower for certain
 LINK_BOUND = 0.88  # share of a token from which on the host may be waiting for the link
 _TRIAL = "a trial"
@@ -210,6 +212,7 @@ class Controller:
         self.streamed = policy.planned
         self._window: deque[Measured] = deque(maxlen=N_MEASURED)
         self._n_since_change = 0
+        self._seconds_since_change = 0.0
         self._n_to_skip = N_SKIPPED
         self._visits: list[Visit] = []  # since speeds changed last
         self._reason = "the first tokens"
@@ -234,6 +237,7 @@ class Controller:
     def add(self, measured: Measured) -> Decision | None:
         """Take up one token; return what to change before the next one, if anything."""
         self._n_since_change += 1
+        self._seconds_since_change += measured.seconds
         self._n_to_skip -= 1
         if self._n_to_skip >= 0 or not self._policy.movable:
             return None
@@ -245,11 +249,12 @@ class Controller:
             return None
         recent = list(self._window)[-N_FIRST:]
         reason = _deviation(recent, self._usual)
-        if reason:
+        if reason and self._seconds_since_change >= MIN_CHANGE_SECONDS:
             # The link is measured late: the last value is the truest.
             return self._start(reason, recent, replace(_mean(recent), link_seconds=measured.link_seconds))
         if self._is_time_for_a_trial():
-            n_trials, self._n_since_change = self._n_trials + 1, 0
+            n_trials = self._n_trials + 1
+            self._n_since_change, self._seconds_since_change = 0, 0.0
             self._model = None  # what cannot be measured is assumed to be as planned
             decision = self._start(_TRIAL, self._window, _mean(self._window))
             self._n_trials = n_trials  # in vain, unless another pattern turns out to be better
@@ -258,6 +263,8 @@ class Controller:
 
     def _is_time_for_a_trial(self) -> bool:
         """Tell whether to try something though speeds have not changed; the more trials were in vain, the rarer."""
+        if self._seconds_since_change < MIN_TRIAL_SECONDS:
+            return False
         measured, (cpu, link) = _mean(self._window), self._policy.lanes(self.streamed)
         if self._n_since_change >= min(MIN_TRIAL << self._n_trials, MAX_TRIAL) and (
             cpu == 0 or link == 0 or self._policy.waits_for_link(measured)
@@ -314,7 +321,7 @@ class Controller:
         return best
 
     def _change(self, streamed: tuple[int, ...], reason: str, model: Model) -> Decision:
-        self._n_since_change = 0
+        self._n_since_change, self._seconds_since_change = 0, 0.0
         self.interrupt()
         before, self.streamed = self.streamed, streamed
         cpu_speed = self._policy.cpu_speed(model, before)

@@ -40,7 +40,7 @@ def profile() -> Profile:
 
 @pytest.fixture(scope="module")
 def budget(profile: Profile) -> str:
-    return f"{fixed_memory(profile, Workload()).total_bytes // MIB + 200}M"
+    return f"{fixed_memory(profile, Workload(), budget_bytes=0).total_bytes // MIB + 200}M"
 
 
 @pytest.fixture

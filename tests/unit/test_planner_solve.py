@@ -37,7 +37,7 @@ def problem_of(profile: Profile, available_bytes: int, n_threads: int = 8) -> De
 
 
 def budget_for(profile: Profile, weights_bytes: int) -> int:
-    return fixed_memory(profile, QUICK).total_bytes + weights_bytes
+    return fixed_memory(profile, QUICK, budget_bytes=0).total_bytes + weights_bytes
 
 
 def check(plan: Plan, profile: Profile, budget_bytes: int) -> None:

@@ -56,7 +56,7 @@ def test_what_is_placed_is_accounted_for(shapes: Shapes, machine: Machine, skew:
         profile = replace(profile, routing=zipf_routing(shapes, skew))
     workload = Workload(n_threads=4)
     everything = sum(weight.size_bytes for weight in profile.weights)
-    budget_bytes = fixed_memory(profile, workload).total_bytes + 8 * MIB + round(share * everything)
+    budget_bytes = fixed_memory(profile, workload, budget_bytes=0).total_bytes + 8 * MIB + round(share * everything)
     check(profile, solve(profile, budget_bytes, workload), budget_bytes)
 
 
@@ -86,6 +86,6 @@ def check(profile: Profile, plan: Plan, budget_bytes: int) -> None:
 
 def test_no_room_at_all_is_said() -> None:
     profile = synthetic_profile(Shapes("Small", 2, 512, 512, 256, 512, 4096, n_experts=16, n_experts_used=4))
-    minimum = fixed_memory(profile, Workload(n_threads=4)).total_bytes
+    minimum = fixed_memory(profile, Workload(n_threads=4), budget_bytes=0).total_bytes
     with pytest.raises(InfeasibleError, match="^1 MiB are missing"):
         solve(profile, minimum - 1, Workload(n_threads=4))

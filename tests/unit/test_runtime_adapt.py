@@ -138,6 +138,24 @@ def test_does_not_flap(noise: float) -> None:
     assert sum(seconds) / 1000 <= 1.03 * machine.best_seconds(N)
 
 
+def test_a_small_model_does_not_follow_every_whim() -> None:
+    """Its tokens are short: what changes within half a second of the last change is not acted upon yet."""
+    controller, machine = controller_of(), Machine(noise=0.02)
+    run(controller, machine, 100)
+    changed_at, seconds = [], 0.0
+    for i in range(1000):
+        token = replace(machine, link=0.5 if i // 50 % 2 else 1.0).token(N, len(controller.streamed))
+        short = Measured(*(value / 8 for value in vars(token).values()))
+        seconds += short.seconds
+        decision = controller.add(short)
+        if decision and decision.reason.startswith("the link is"):
+            changed_at.append(seconds)
+    episodes = [later - earlier for earlier, later in itertools.pairwise(changed_at)]
+    assert len(changed_at) > 3
+    assert min(episodes) > 0.04  # patterns of one episode
+    assert sum(pause > 0.1 for pause in episodes) == sum(pause > 0.5 for pause in episodes)
+
+
 def test_bursts_do_not_upset_it() -> None:
     """Every tenth token takes five times as long, as when other programs take the CPU away."""
     controller, machine = controller_of(), Machine(noise=0.02)
