@@ -84,8 +84,10 @@ def _prediction_problems(plan: Plan, profile: Profile) -> Iterator[str]:
     decided = {w.name: vram_bytes(w) for w in profile.weights if w.name in resident and is_decided(w, granule)}
     expected = {
         "weights": fixed.resident_bytes + sum(decided.values()), "context": fixed.context_bytes,
-        "compute": fixed.compute_bytes, **({"overhead": fixed.overhead_bytes} if is_current else {}),
+        "compute": fixed.compute_bytes, "overhead": fixed.overhead_bytes,
     }  # fmt: skip
+    if not is_current and plan.vram.overhead_bytes == profile.device_overhead_bytes:
+        del expected["overhead"]  # versions before 0.4.0 did not account for page tables
     for name, size in expected.items():
         found = getattr(plan.vram, f"{name}_bytes")
         if found != size:

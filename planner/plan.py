@@ -62,7 +62,7 @@ class VramBudget:
     context_bytes: int
     compute_bytes: int
     ring_bytes: int
-    overhead_bytes: int
+    overhead_bytes: int  # driver, kernels, and page tables of pinned memory
     margin_bytes: int
     idle_bytes: int
     experts_bytes: int = 0  # of single experts beside the ring, see Plan.shares_ring

@@ -9,7 +9,6 @@ plan's own pattern is a rung of. What the model proposes is measured, and the fa
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -31,8 +30,9 @@ N_SKIPPED = 4  # tokens after a change that are not measured: the engine fills i
 N_FIRST = 3  # tokens that tell what has changed
 N_MEASURED = 6  # tokens that tell what a change was good for
 MAX_VISITS = 3  # patterns that are measured before one of them stays
-MIN_TRIAL, MAX_TRIAL = 32, 512  # tokens after which to try what cannot be measured, in case it is as planned again
-MIN_LOOK, MAX_LOOK = 12, 96  # tokens after which to see whether lanes are out of balance, though nothing deviates
+MIN_TRIAL = 32  # tokens after which to try what cannot be measured, in case it is as planned again
+MIN_LOOK = 12  # tokens after which to see whether lanes are out of balance, though nothing deviates
+MAX_BACKOFF = 16  # times as many tokens where trials are in vain
 # Since a change, before a trial and before a deviation counts: small models' tokens are too short to follow all noise.
 MIN_TRIAL_SECONDS, MIN_CHANGE_SECONDS = 1.0, 0.5
 CLEAR = 0.05  # of a token's time, and NOISE times the usual deviations: a pattern is slower for certain
@@ -42,7 +42,7 @@ _TRIAL = "a trial"
 
 @dataclass(frozen=True)
 class Measured:
-    """One token, or the mean of several, in seconds. `link_seconds` is 0 where copies cannot be timed."""
+    """One token, or medians of several, in seconds. `link_seconds` is 0 where copies cannot be timed."""
 
     seconds: float
     cpu_seconds: float
@@ -219,7 +219,7 @@ class Controller:
         self._model: Model | None = None
         self._usual: list[Measured] | None = None  # once settled: what tokens took then
         self._is_final = False  # the pattern is the fastest of those visited
-        self._n_trials = 0
+        self._backoff = 1
         self._home: Visit | None = None  # where tokens were fastest, ever
 
     def interrupt(self) -> None:
@@ -230,7 +230,7 @@ class Controller:
     def restart(self, reason: str) -> None:
         """Settle anew: what was measured before no longer counts."""
         self._visits, self._reason, self._is_final, self._usual = [], reason, False, None
-        self._n_trials = 0
+        self._backoff = 1
         self._n_to_skip = max(self._n_to_skip, 1)
         self._window.clear()
 
@@ -244,34 +244,32 @@ class Controller:
         self._window.append(measured)
         if self._usual is None:
             n_needed = N_MEASURED if self._visits else N_FIRST
-            return self._settle(_mean(self._window)) if len(self._window) == n_needed else None
+            return self._settle(_typical(self._window)) if len(self._window) == n_needed else None
         if len(self._window) < N_FIRST:
             return None
         recent = list(self._window)[-N_FIRST:]
         reason = _deviation(recent, self._usual)
         if reason and self._seconds_since_change >= MIN_CHANGE_SECONDS:
             # The link is measured late: the last value is the truest.
-            return self._start(reason, recent, replace(_mean(recent), link_seconds=measured.link_seconds))
+            return self._start(reason, recent, replace(_typical(recent), link_seconds=measured.link_seconds))
         if self._is_time_for_a_trial():
-            n_trials = self._n_trials + 1
             self._n_since_change, self._seconds_since_change = 0, 0.0
+            self._backoff = min(2 * self._backoff, MAX_BACKOFF)  # unless another pattern turns out to be better
             self._model = None  # what cannot be measured is assumed to be as planned
-            decision = self._start(_TRIAL, self._window, _mean(self._window))
-            self._n_trials = n_trials  # in vain, unless another pattern turns out to be better
-            return decision
+            return self._start(_TRIAL, self._window, _typical(self._window))
         return None
 
     def _is_time_for_a_trial(self) -> bool:
         """Tell whether to try something though speeds have not changed; the more trials were in vain, the rarer."""
         if self._seconds_since_change < MIN_TRIAL_SECONDS:
             return False
-        measured, (cpu, link) = _mean(self._window), self._policy.lanes(self.streamed)
-        if self._n_since_change >= min(MIN_TRIAL << self._n_trials, MAX_TRIAL) and (
+        measured, (cpu, link) = _typical(self._window), self._policy.lanes(self.streamed)
+        if self._n_since_change >= MIN_TRIAL * self._backoff and (
             cpu == 0 or link == 0 or self._policy.waits_for_link(measured)
         ):
             return True  # a lane that does nothing is not measured, nor is waiting that the link hides
         first = MIN_LOOK if len(self._visits) == 1 else MIN_TRIAL  # what other patterns took counts for longer
-        if self._n_since_change < min(first << self._n_trials, MAX_LOOK) or self._n_since_change % N_MEASURED:
+        if self._n_since_change < first * self._backoff or self._n_since_change % N_MEASURED:
             return False
         model = self._policy.model([Visit(self.streamed, measured, tuple(self._window))], None)
         expected = self._policy.token_seconds(model, self.streamed)
@@ -279,8 +277,9 @@ class Controller:
 
     def _start(self, reason: str, tokens: Iterable[Measured], measured: Measured) -> Decision | None:
         """Speeds have changed: what was measured before no longer counts."""
-        tokens = tuple(tokens)
+        tokens, backoff = tuple(tokens), self._backoff
         self.restart(reason)
+        self._backoff = backoff
         self._n_to_skip = 0
         self._window.extend(tokens)
         return self._settle(measured)
@@ -306,7 +305,7 @@ class Controller:
             return self._change(fastest.streamed, "the fastest so far", model)
         self._usual = list(self._window)
         if self.streamed != self._visits[0].streamed:
-            self._n_trials = 0
+            self._backoff = 1
         if self._home is None or measured.seconds < (1 - SAME) * self._home.measured.seconds:
             self._home = visit
         return None
@@ -376,12 +375,12 @@ def _centre_and_spread(values: Sequence[float]) -> tuple[float, float]:
     return centre, statistics.median(abs(value - centre) for value in values)
 
 
-def _mean(window: Sequence[Measured]) -> Measured:
-    n = len(window)
+def _typical(window: Sequence[Measured]) -> Measured:
+    """Return medians: a single token that others' work held up tells nothing about the next ones."""
     return Measured(
-        seconds=math.fsum(m.seconds for m in window) / n,
-        cpu_seconds=math.fsum(m.cpu_seconds for m in window) / n,
-        wait_seconds=math.fsum(m.wait_seconds for m in window) / n,
-        link_seconds=math.fsum(m.link_seconds for m in window) / n,
+        seconds=statistics.median(m.seconds for m in window),
+        cpu_seconds=statistics.median(m.cpu_seconds for m in window),
+        wait_seconds=statistics.median(m.wait_seconds for m in window),
+        link_seconds=statistics.median(m.link_seconds for m in window),
         streamed_bytes=window[-1].streamed_bytes,
     )

@@ -57,6 +57,12 @@ class Engine:
             self.n_ubatch = int(llama_cpp.llama_n_ubatch(self._context))  # no more than the context holds
             self._batch = llama_cpp.llama_batch_init(self.n_ubatch, 0, 1)
             stack.callback(llama_cpp.llama_batch_free, self._batch)
+            for i in range(self.n_ubatch):  # there is one sequence
+                self._batch.n_seq_id[i], self._batch.seq_id[i][0] = 1, 0
+            self._batch_tokens, self._batch_positions, self._batch_outputs = (
+                np.ctypeslib.as_array(array, (self.n_ubatch,))
+                for array in (self._batch.token, self._batch.pos, self._batch.logits)
+            )
             self._vocab = llama_cpp.llama_model_get_vocab(self._model)
             self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
             self.n_context = int(llama_cpp.llama_n_ctx(self._context))
@@ -214,20 +220,17 @@ class Engine:
             size = -n
 
     def _decode(self, tokens: Sequence[int], *, wants_logits: bool) -> None:
-        batch = self._batch
-        batch.n_tokens = len(tokens)
-        for i, token in enumerate(tokens):
-            batch.token[i] = token
-            batch.pos[i] = self.n_tokens + i
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = 0
-            batch.logits[i] = wants_logits and i == len(tokens) - 1
+        n = self._batch.n_tokens = len(tokens)
+        self._batch_tokens[:n] = tokens
+        self._batch_positions[:n] = np.arange(self.n_tokens, self.n_tokens + n)
+        self._batch_outputs[:n] = False
+        self._batch_outputs[n - 1] = wants_logits
         self._tokens.extend(tokens)
         status = -1
         try:
             # Single tokens log nothing, and masking the signal takes longer than it should per token.
             with self._log as log, deferred_interrupt() if len(tokens) > 1 else nullcontext():
-                status = llama_cpp.llama_decode(self._context, batch)
+                status = llama_cpp.llama_decode(self._context, self._batch)
         finally:
             if status != 0:  # failed, or interrupted by Ctrl-C: only the context knows how far it came
                 memory = llama_cpp.llama_get_memory(self._context)

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from planner import cli, library
+from planner import __version__, cli, library
 from planner.errors import AtsplanError
 from planner.hardware import Cpu, Gpu, Hardware
 from planner.library_check import check_file
@@ -137,6 +137,25 @@ def test_placements_must_make_sense(plan_path: Path, plan: Plan) -> None:
     more = sum(p.size_bytes for p in plan.placements) + plan.vram.budget_bytes
     write_record(plan_path, replace(plan, vram=replace(plan.vram, weights_bytes=more, budget_bytes=more)))
     assert any(f"{more} bytes of VRAM for weights, by its profile" in found for found in check_file(plan_path))
+
+
+@pytest.mark.parametrize("version", ["0.1.0", __version__])
+def test_page_tables_may_be_missing_from_old_plans_only(
+    plan_path: Path, plan: Plan, profile: Profile, version: str
+) -> None:
+    needed_bytes = plan.vram.budget_bytes - plan.vram.idle_bytes
+    plan = solve(profile, needed_bytes - plan.vram.weights_bytes // 2, plan.workload)
+    software = replace(plan.software, atsplan=version)
+    profile_path = plan_path.with_name("profile.json")
+    write_record(profile_path, replace(profile, software=software))
+    measured, accounted = profile.device_overhead_bytes, plan.vram.overhead_bytes
+    assert accounted > measured  # by the page tables
+    for overhead, is_right in ((accounted, True), (measured, version == "0.1.0"), (measured - 1, False)):
+        idle = plan.vram.idle_bytes + accounted - overhead
+        other = replace(plan, software=software, vram=replace(plan.vram, overhead_bytes=overhead, idle_bytes=idle))
+        peak = plan.prediction.peak_vram_bytes + overhead - accounted
+        write_record(plan_path, replace(other, prediction=replace(plan.prediction, peak_vram_bytes=peak)))
+        assert (check_file(plan_path) == []) is is_right
 
 
 def test_what_is_shared_must_be_measured_and_in_its_place(plan_path: Path, plan: Plan, profile: Profile) -> None:

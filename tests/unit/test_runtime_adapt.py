@@ -138,6 +138,43 @@ def test_does_not_flap(noise: float) -> None:
     assert sum(seconds) / 1000 <= 1.03 * machine.best_seconds(N)
 
 
+def test_an_imbalance_without_deviation_is_seen_soon() -> None:
+    """Both lanes change by less than what counts as a deviation, in opposite directions."""
+    controller, machine = controller_of(), Machine(noise=0.01)
+    run(controller, machine, 30)
+    changed = replace(machine, cpu=0.88, link=1.1)
+    run(controller, changed, 60)
+    assert changed.token(N, len(controller.streamed)).seconds <= 1.03 * changed.best_seconds(N)
+
+
+@pytest.mark.parametrize("every", [25, 40, 60, 100])
+def test_stalls_are_not_taken_for_an_imbalance(every: int) -> None:
+    """Now and then something holds a token up for 0.1 s: a look at the lanes falls on one of them sooner or later."""
+    controller, machine = controller_of(), Machine(noise=0.02)
+    run(controller, machine, 100)
+    decisions = 0
+    for i in range(1200):
+        token = machine.token(N, len(controller.streamed))
+        if i % every == every - 1:
+            token = replace(token, seconds=token.seconds + 0.1, cpu_seconds=token.cpu_seconds + 0.1)
+        decisions += controller.add(token) is not None
+    assert decisions <= 3
+    assert machine.token(N, len(controller.streamed)).seconds <= 1.03 * machine.best_seconds(N)
+
+
+@pytest.mark.parametrize(("per_weight", "limit"), [(1e-3, 1.02), (3e-3, 1.06)])
+def test_a_model_that_is_wrong_for_good_costs_little(per_weight: float, limit: float) -> None:
+    """Every other split is slower than the model has it, always: trials become rare."""
+    controller = controller_of()
+    start, seconds = len(controller.streamed), 0.0
+    for _ in range(4000):
+        n = len(controller.streamed)
+        token = Measured(0.070 + abs(n - start) * per_weight, (N - n) * CPU, 0.005, n * LINK / 2, 0)
+        seconds += token.seconds
+        controller.add(token)
+    assert seconds <= limit * 4000 * 0.070
+
+
 def test_a_small_model_does_not_follow_every_whim() -> None:
     """Its tokens are short: what changes within half a second of the last change is not acted upon yet."""
     controller, machine = controller_of(), Machine(noise=0.02)
