@@ -110,7 +110,8 @@ def _report(error: Exception) -> int:
         case AtsplanError():
             return _fail(error.exit_code, f"Error: {error.message}", error.remedy)
         case typer.TyperException():
-            message = error.format_message().replace(": Value error, ", ": ").replace(": Input should", ": it should")
+            message = " ".join(error.format_message().split())
+            message = message.replace(": Value error, ", ": ").replace(": Input should", ": it should")
             context = getattr(error, "ctx", None)  # of the command at fault
             command = context.command_path if context else "atsplan"
             return _fail(error.exit_code, f"Error: {message}", f"Try '{command} --help'.")

@@ -272,8 +272,8 @@ def find_shared_profile(model: ModelInfo, path: Path, here: Here | None) -> Prof
                 typer.echo(f"Using the shared profile {found[0].path}.", err=True)
                 return found[0].record
             remedy += (
-                f". The nearest shared profile is of another machine ({'; '.join(different)}); to plan for that one: "
-                f"atsplan solve {found[0].path}"
+                f" (or, to plan for another machine, {'; '.join(different)}: "
+                f"atsplan solve --hardware {found[0].path} --vram 6G)"
             )
     raise AtsplanError(f"{model.name} was not profiled yet.", remedy)
 

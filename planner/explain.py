@@ -28,7 +28,7 @@ _BLOCK = re.compile(r"^blk\.(\d{1,3})\.(.+)$")  # llama.cpp knows no model with 
 def plan_view(plan: Plan) -> RenderableType:
     """Return everything about a plan that fits on a screen."""
     parts: list[RenderableType] = [_title(plan), ""]
-    parts += [_LayerMap(plan.placements), _legend(), "", _role_table(plan), "", _memory_table(plan), ""]
+    parts += [_LayerMap(plan.placements), _legend(plan), "", _role_table(plan), "", _memory_table(plan), ""]
     parts += list(prediction_lines(plan))
     parts += [Text(f"Note: {note}", style="dim") for note in plan.notes]
     return Group(*parts)
@@ -95,11 +95,11 @@ class _LayerMap:
                 yield line
 
 
-def _legend() -> Text:
+def _legend(plan: Plan) -> Text:
     legend = Text(style="dim")
     for cls, (mark, style) in _MARKS.items():
         legend.append(mark, style=style).append(f" {HEADINGS[cls]}   ")
-    return legend.append("(while decoding)")
+    return legend.append("(while decoding)" if plan.experts is None else "(while decoding; experts: one by one)")
 
 
 def _role_table(plan: Plan) -> Table:
@@ -191,7 +191,8 @@ def prediction_lines(plan: Plan) -> Iterator[Text]:
             )
     solver = plan.solver
     if solver.objective == "joint":
-        if solver.bound_seconds > _LOOSEST_BOUND * seconds:
+        is_limited = any(not placement.is_resident for placement in plan.placements if placement.costs is not None)
+        if is_limited and solver.bound_seconds > _LOOSEST_BOUND * seconds:
             yield Text(f"No placement can exceed {_rate(1 / solver.bound_seconds)} at these measured rates.")
     else:
         yield Text("The paper's static objective, solved to the optimum.")

@@ -20,6 +20,7 @@ from .units import format_count, format_size
 
 Here = Callable[[], Hardware]  # tells what machine this is; the profiler knows how
 
+_WIDEST = 120  # characters of a row: names are not cut, a narrow terminal wraps them
 _REMEDY = "Profile and solve again; a plan's profile lies beside it, as profile.json."
 
 
@@ -103,7 +104,7 @@ def _rate(seconds: float) -> str:
 
 def _print(entries: Sequence[library.Entry[Plan]], here: Hardware | None) -> None:
     """Print a block per folder: where it is, what machine that was, or how it differs from `here`, and its plans."""
-    console = Console()
+    console = Console(width=max(Console().width, _WIDEST))
     by_folder: dict[Path, list[library.Entry[Plan]]] = {}
     for entry in entries:
         by_folder.setdefault(entry.path.parent, []).append(entry)

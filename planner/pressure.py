@@ -123,9 +123,9 @@ def pressure_view(result: PressureResult) -> RenderableType:
         table.add_row(phase.load, *_cells(one), *_cells(other), "" if cut is None else f"{cut:.0%}")
     title = Text(title_of(result.adaptive.trace).removesuffix(", adaptive"), style="bold")
     title.append(
-        f"\nmean of a token without a phase's first {_N_SKIPPED}; its rise over the first phase; tokens\n"
-        f"until a median of five comes within 5 %; cut: the part of static's rise that adapting\n"
-        f"avoids; load processes on the CPU: {result.n_load_processes}",
+        f"\nmean of a token without a phase's first {_N_SKIPPED}; its rise over the first phase; tokens until a median "
+        f"of five comes within 5 %; cut: the part of static's rise that adapting avoids; load processes on the CPU: "
+        f"{result.n_load_processes}",
         "not bold dim",
     )
     return Group(title, "", table, "", *(Text(line) for line in remarks(result)))

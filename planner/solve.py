@@ -170,6 +170,8 @@ def _check_inputs(profile: Profile, workload: Workload) -> list[str]:
             f"Profile again with --threads {workload.n_threads}.",
         )
     needed = workload.n_prompt_tokens + workload.n_generated_tokens
+    if not needed:
+        raise AtsplanError("There are no tokens to plan for.", "Give --prompt-tokens or --generate-tokens.")
     if needed > workload.n_context:
         raise AtsplanError(
             f"{workload.n_prompt_tokens} prompt and {workload.n_generated_tokens} generated tokens do not fit into "
@@ -185,7 +187,7 @@ def _check_inputs(profile: Profile, workload: Workload) -> list[str]:
     if (workload.type_k, workload.type_v) != (Workload.type_k, Workload.type_v):
         notes.append(f"Attention was timed with a KV cache of {Workload.type_k}.")
     if profile.software.atsplan not in ("", __version__):
-        notes.append(f"Measured by atsplan {profile.software.atsplan}: profile again, this version differs in speed.")
+        notes.append(f"Measured by atsplan {profile.software.atsplan}; this version differs in speed.")
     if workload.n_context > profile.model.n_context_train > 0:
         notes.append(f"The model was trained for contexts of {profile.model.n_context_train} tokens.")
     return notes
@@ -250,7 +252,9 @@ def _solve_joint(
         best = plain
     notes = []
     if _is_plain(best) and "cpu" in best.classes:
-        notes.append("Nothing better than plain llama.cpp was found: streaming does not pay while decoding here.")
+        notes.append(
+            "Streaming does not pay while decoding here: the CPU computes what is not in VRAM, as llama.cpp can."
+        )
     return _complete(problem, prompt, workload, best), bound, notes
 
 

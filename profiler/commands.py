@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from planner import cache
-from planner.errors import UsageError
+from planner.errors import AtsplanError, UsageError
 from planner.gguf_model import read_model_info
 from planner.hardware import Cpu
 from planner.measurements import ModelInfo, Profile
@@ -52,6 +52,8 @@ def profile_command(
         profile = with_kv_types(profile, model, settings.device, *kv_types)
         _store(profile)
     if routing_text is not None:
+        if not any(weight.op == "MUL_MAT_ID" for weight in profile.weights):
+            raise AtsplanError("The model has no experts to count.", "Leave --routing out.")
         say("Counting which experts the text is routed to, on the CPU ...")
         profile = with_routing(profile, model, routing_text)
         _store(profile)

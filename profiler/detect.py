@@ -29,7 +29,7 @@ _ISA = {  # flag in /proc/cpuinfo -> ggml's name, where ggml has kernels for it
     "avx512_bf16": "AVX512_BF16", "amx_int8": "AMX_INT8",
     "asimd": "NEON", "asimddp": "DOTPROD", "asimdhp": "FP16_VA", "i8mm": "MATMUL_INT8", "sve": "SVE", "sme": "SME",
 }  # fmt: skip
-_GPU_REMEDY = "Check CUDA_VISIBLE_DEVICES and the driver (nvidia-smi), or use --device sim."
+_GPU_REMEDY = "Check CUDA_VISIBLE_DEVICES and the driver (nvidia-smi), or profile with --device sim."
 
 
 def resolve_device(text: str) -> str:

@@ -272,7 +272,7 @@ def remarks(result: BenchResult) -> list[str]:
         if measured.statistics.unpinned_bytes:
             lines.append(f"not pinned: {format_size(measured.statistics.unpinned_bytes)} of host memory, which is slow")
     if measured.gpu_busy_fraction is not None:
-        lines.append(f"GPU busy while decoding: {measured.gpu_busy_fraction:.0%}")
+        lines.append(f"some kernel ran on the GPU for {measured.gpu_busy_fraction:.0%} of the time (NVML)")
     for label, seconds in (("prefill", _prefill), ("decode", _decode)):
         best = best_plain(result, measured.depths[0].n_depth, seconds)
         if best is not None:

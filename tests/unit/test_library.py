@@ -215,8 +215,8 @@ def test_solve_takes_a_shared_profile_of_this_machine(
     there = replace(profile.hardware, cpu=replace(profile.hardware.cpu, physical_cores=4))
     with pytest.raises(AtsplanError) as caught:
         run(*arguments, here=there)
-    assert "another machine (16 instead of 4 cores)" in caught.value.remedy
-    assert f"atsplan solve {library.own_folder()}" in caught.value.remedy
+    assert "to plan for another machine, 16 instead of 4 cores" in caught.value.remedy
+    assert f"atsplan solve --hardware {library.own_folder()}" in caught.value.remedy
 
 
 def test_run_takes_a_shared_plan_of_this_machine(

@@ -150,7 +150,7 @@ def test_slow_link_leaves_the_plain_hybrid_and_says_so() -> None:
     profile = synthetic_profile(SMALL, Machine(link_rate=0.3e9))
     plan = solve(profile, budget_for(profile, 100 * MIB), QUICK)
     assert "stream" not in {placement.decode for placement in plan.placements}
-    assert any("plain llama.cpp" in note for note in plan.notes)
+    assert any("Streaming does not pay" in note for note in plan.notes)
 
 
 def test_more_threads_are_not_always_better() -> None:
@@ -185,6 +185,7 @@ def test_refusals() -> None:
     for workload, words in (
         (replace(QUICK, n_ubatch=256), "micro-batches of 512"),
         (replace(QUICK, n_threads=5), "no times for 5 threads; it has 4, 8, 16"),
+        (replace(QUICK, n_prompt_tokens=0, n_generated_tokens=0), "There are no tokens to plan for"),
         (replace(QUICK, n_prompt_tokens=4090), "do not fit into a context of 4096. Give --ctx 4154"),
         (replace(QUICK, n_context=100_000), "Profile again with --ctx 100000"),
     ):
