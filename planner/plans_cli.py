@@ -72,6 +72,8 @@ def register(app: typer.Typer, here: Here | None) -> None:
         if problems:
             raise AtsplanError(f"{file}: {'; '.join(problems)}.", _REMEDY)
         record = library.read_plan_or_profile(file)
+        if record.is_simulated:
+            raise AtsplanError(f"{file}: its timings are simulated.", "Keep it where it is, and name it with --plan.")
         if isinstance(record, Plan):
             profile = library.find_profile_of(record, file)
             assert profile is not None  # it was checked

@@ -67,6 +67,10 @@ def profile_command(
         print(to_json(profile))
     else:
         Console().print(role_table(profile))
+        if settings.device == "none" and device == "auto":
+            say(
+                "There is no GPU here, so only the CPU was measured; with --device sim, plans can be tried nevertheless."
+            )
         if profile.routing is not None:
             say(describe(profile.routing))
         _show_notes(profile)

@@ -158,6 +158,14 @@ def test_page_tables_may_be_missing_from_old_plans_only(
         assert (check_file(plan_path) == []) is is_right
 
 
+def test_simulated_timings_are_not_added(plan_path: Path, plan: Plan, profile: Profile) -> None:
+    write_record(plan_path.with_name("profile.json"), replace(profile, is_simulated=True))
+    write_record(plan_path, replace(plan, is_simulated=True))
+    assert check_file(plan_path) == []
+    with pytest.raises(AtsplanError, match="its timings are simulated"):
+        run("plans", "add", str(plan_path))
+
+
 def test_what_is_shared_must_be_measured_and_in_its_place(plan_path: Path, plan: Plan, profile: Profile) -> None:
     assert check_file(plan_path) == []
     assert check_file(plan_path, is_shared=True) == ["it belongs into the folder test-24g-test-16c/tiny"]

@@ -1,0 +1,41 @@
+"""What is measured twice, and which of the two is kept."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from planner.measurements import LinkTiming, Series
+from profiler import suite
+from profiler.jobs import Job
+from profiler.worker import Worker
+
+STEADY, FASTER, UNSTEADY = (1.0, 1.0, 1.0), (0.9, 0.9, 0.9), (1.0, 2.0, 3.0)
+
+
+def job(label: str, *series: tuple[float, ...]) -> Job:
+    """Return a job that gives one series after the other."""
+    left = list(series)
+    return Job(label, 1.0, lambda worker: (LinkTiming("h2d", True, 1, Series(left.pop(0))), ""))
+
+
+@pytest.mark.parametrize(
+    ("again", "kept", "remarks"),
+    [(FASTER, FASTER, []), ((4.0, 4.0, 4.0), UNSTEADY, ["x: unsteady, MAD 50% of the median"])],
+)
+def test_what_is_unsteady_is_measured_again_at_the_end(
+    again: tuple[float, ...], kept: tuple[float, ...], remarks: list[str]
+) -> None:
+    work = [job("x", UNSTEADY, again), *(job(f"{i}", STEADY) for i in range(9))]
+    labels: list[str] = []
+    timings, found = suite._run(work, cast(Worker, None), lambda fraction, label: labels.append(label))
+    assert [cast(LinkTiming, timing).seconds.samples for timing in timings] == [kept, *[STEADY] * 9]
+    assert found == remarks
+    assert labels == ["x", *map(str, range(9)), "x, again"]
+
+
+def test_a_machine_that_is_busy_for_long_is_not_measured_twice() -> None:
+    work = [job("x", UNSTEADY), job("y", UNSTEADY), job("z", STEADY)]
+    _, remarks = suite._run(work, cast(Worker, None), lambda fraction, label: None)
+    assert len(remarks) == 2
