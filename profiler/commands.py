@@ -68,9 +68,7 @@ def profile_command(
     else:
         Console().print(role_table(profile))
         if settings.device == "none" and device == "auto":
-            say(
-                "There is no GPU here, so only the CPU was measured; with --device sim, plans can be tried nevertheless."
-            )
+            say("There is no GPU here: only the CPU was measured. With --device sim, plans can be tried nevertheless.")
         if profile.routing is not None:
             say(describe(profile.routing))
         _show_notes(profile)
