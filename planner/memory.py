@@ -107,7 +107,7 @@ def available_bytes(fixed: FixedMemory, budget_bytes: int) -> int:
             f"{mib_ceil(fixed.total_bytes)} MiB (context {mib_ceil(fixed.context_bytes)}, compute buffers "
             f"{mib_ceil(fixed.compute_bytes)}, driver {mib_ceil(fixed.overhead_bytes)}, small weights "
             f"{mib_ceil(fixed.resident_bytes)}, margin {mib_ceil(fixed.margin_bytes)}).",
-            "Give more VRAM, or a smaller context or micro-batch.",
+            "Give more VRAM or a smaller --ctx, or profile with a smaller --ubatch.",
         )
     return -missing
 

@@ -24,6 +24,8 @@ MAX_FILE_BYTES = 64 * 1024**2  # a 70B model's profile takes about 2 MB; more is
 MAX_INTEGER = 2**53  # larger ones do not survive other programs' JSON, and overflow the solvers
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a stranger's file must not steer the terminal
 MAX_NUMBER = 1e18  # larger rates than of any machine; quotients of larger ones overflow
+# By a field that the others lack.
+_TELLING = {"placements": "plan", "kernels": "profile", "measured": "bench result", "tokens": "trace"}
 _DAMAGED = "Make it again, or get another copy."
 MAX_SECONDS = 1e6  # a longer measurement is a wrong unit; a sum of them in nanoseconds would overflow
 
@@ -181,7 +183,9 @@ def _check_kind(raw: dict[str, Any], cls: type[Any], source: str) -> None:
     missing = [f.name for f in fields if f.name not in raw and f.default is nothing and f.default_factory is nothing]
     if missing and raw.keys() - {field.name for field in fields}:
         kind = cls.__name__.lower()
-        raise InvalidFileError(f"{source}: not a {kind}: {missing[0]} is missing.", f"Name a {kind}.")
+        found = next((other for field, other in _TELLING.items() if field in raw), "")
+        reason = f"it is a {found}" if found else f"{missing[0]} is missing"
+        raise InvalidFileError(f"{source}: not a {kind}: {reason}.", f"Name a {kind}.")
 
 
 def _find_bad_value(value: object, path: str) -> str:

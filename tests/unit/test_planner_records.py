@@ -112,10 +112,12 @@ def test_not_a_record(data: bytes) -> None:
 
 
 def test_another_kind_of_file_is_named(plan: Plan, profile: Profile) -> None:
-    with pytest.raises(InvalidFileError, match=r"p\.json: not a profile: \w+ is missing\. Name a profile"):
+    with pytest.raises(InvalidFileError, match=r"p\.json: not a profile: it is a plan\. Name a profile"):
         from_json(to_json(plan).encode(), Profile, "p.json")
-    with pytest.raises(InvalidFileError, match=r"p\.json: not a plan: \w+ is missing\. Name a plan"):
+    with pytest.raises(InvalidFileError, match=r"p\.json: not a plan: it is a profile\. Name a plan"):
         from_json(to_json(profile).encode(), Plan, "p.json")
+    with pytest.raises(InvalidFileError, match=r"p\.json: not a plan: \w+ is missing\. Name a plan"):
+        from_json(b'{"schema_version": 1, "other": 1}', Plan, "p.json")
 
 
 def test_a_broken_file_is_reported_as_what_it_is(plan: Plan, profile: Profile, tmp_path: Path) -> None:
