@@ -33,6 +33,7 @@ from .session import (
     open_context,
     open_model,
 )
+from .token_batch import TokenBatch
 
 _UNROTATABLE = ("bf16",)  # types of keys; llama.cpp would end the process
 _CONTEXT_FULL = 1  # llama_decode's answer when no cell of the KV cache is free
@@ -55,14 +56,7 @@ class Engine:
             self._model = stack.enter_context(open_model(model_path, settings, self._ggml, on_progress))
             self._context = stack.enter_context(open_context(self._model, settings, self._ggml))
             self.n_ubatch = int(llama_cpp.llama_n_ubatch(self._context))  # no more than the context holds
-            self._batch = llama_cpp.llama_batch_init(self.n_ubatch, 0, 1)
-            stack.callback(llama_cpp.llama_batch_free, self._batch)
-            for i in range(self.n_ubatch):  # there is one sequence
-                self._batch.n_seq_id[i], self._batch.seq_id[i][0] = 1, 0
-            self._batch_tokens, self._batch_positions, self._batch_outputs = (
-                np.ctypeslib.as_array(array, (self.n_ubatch,))
-                for array in (self._batch.token, self._batch.pos, self._batch.logits)
-            )
+            self._batch = stack.enter_context(TokenBatch(self.n_ubatch))
             self._vocab = llama_cpp.llama_model_get_vocab(self._model)
             self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
             self.n_context = int(llama_cpp.llama_n_ctx(self._context))
@@ -220,17 +214,13 @@ class Engine:
             size = -n
 
     def _decode(self, tokens: Sequence[int], *, wants_logits: bool) -> None:
-        n = self._batch.n_tokens = len(tokens)
-        self._batch_tokens[:n] = tokens
-        self._batch_positions[:n] = np.arange(self.n_tokens, self.n_tokens + n)
-        self._batch_outputs[:n] = False
-        self._batch_outputs[n - 1] = wants_logits
+        batch = self._batch.fill(tokens, self.n_tokens, n_outputs=int(wants_logits))
         self._tokens.extend(tokens)
         status = -1
         try:
             # Single tokens log nothing, and masking the signal takes longer than it should per token.
             with self._log as log, deferred_interrupt() if len(tokens) > 1 else nullcontext():
-                status = llama_cpp.llama_decode(self._context, self._batch)
+                status = llama_cpp.llama_decode(self._context, batch)
         finally:
             if status != 0:  # failed, or interrupted by Ctrl-C: only the context knows how far it came
                 memory = llama_cpp.llama_get_memory(self._context)

@@ -21,6 +21,7 @@ from .engine import tokenize
 from .library import load
 from .native_log import last_problem
 from .session import CapturedLog, LoadSettings, open_context, open_model
+from .token_batch import TokenBatch
 
 TIMEOUT_SECONDS = 7200
 MAX_TOKENS = 16384  # of the text; more changes the shares little and takes minutes on a CPU
@@ -58,23 +59,14 @@ def _count(path: str, text: str, n_threads: int) -> Routing:
 
 
 def _evaluate(context: Context, tokens: Sequence[int]) -> None:
-    batch = llama_cpp.llama_batch_init(N_UBATCH, 0, 1)
-    try:
+    with TokenBatch(N_UBATCH) as batch:
         for first in range(0, len(tokens), N_UBATCH):
             part = tokens[first : first + N_UBATCH]
-            batch.n_tokens = len(part)
-            for i, token in enumerate(part):
-                batch.token[i] = token
-                batch.pos[i] = first + i
-                batch.n_seq_id[i] = 1
-                batch.seq_id[i][0] = 0
-                batch.logits[i] = True  # else the last layer would see only the last token
+            every = len(part)  # with fewer outputs, the last layer would see only those tokens
             with CapturedLog() as log:
-                status = llama_cpp.llama_decode(context, batch)
+                status = llama_cpp.llama_decode(context, batch.fill(part, first, n_outputs=every))
             if status != 0:
                 raise DeviceError(f"llama.cpp cannot evaluate the text: {last_problem(log) or f'status {status}'}")
-    finally:
-        llama_cpp.llama_batch_free(batch)
 
 
 if __name__ == "__main__":
