@@ -229,10 +229,9 @@ class Controller:
 
     def restart(self, reason: str) -> None:
         """Settle anew: what was measured before no longer counts."""
-        self._visits, self._reason, self._is_final, self._usual = [], reason, False, None
+        self._forget(reason)
         self._backoff = 1
         self._n_to_skip = max(self._n_to_skip, 1)
-        self._window.clear()
 
     def add(self, measured: Measured) -> Decision | None:
         """Take up one token; return what to change before the next one, if anything."""
@@ -261,15 +260,16 @@ class Controller:
 
     def _is_time_for_a_trial(self) -> bool:
         """Tell whether to try something though speeds have not changed; the more trials were in vain, the rarer."""
-        if self._seconds_since_change < MIN_TRIAL_SECONDS:
+        n = self._n_since_change
+        min_look = MIN_LOOK if len(self._visits) == 1 else MIN_TRIAL  # what other patterns took counts for longer
+        may_try = n >= MIN_TRIAL * self._backoff
+        may_look = n >= min_look * self._backoff and n % N_MEASURED == 0
+        if self._seconds_since_change < MIN_TRIAL_SECONDS or not (may_try or may_look):
             return False
         measured, (cpu, link) = _typical(self._window), self._policy.lanes(self.streamed)
-        if self._n_since_change >= MIN_TRIAL * self._backoff and (
-            cpu == 0 or link == 0 or self._policy.waits_for_link(measured)
-        ):
+        if may_try and (cpu == 0 or link == 0 or self._policy.waits_for_link(measured)):
             return True  # a lane that does nothing is not measured, nor is waiting that the link hides
-        first = MIN_LOOK if len(self._visits) == 1 else MIN_TRIAL  # what other patterns took counts for longer
-        if self._n_since_change < first * self._backoff or self._n_since_change % N_MEASURED:
+        if not may_look:
             return False
         model = self._policy.model([Visit(self.streamed, measured, tuple(self._window))], None)
         expected = self._policy.token_seconds(model, self.streamed)
@@ -277,12 +277,15 @@ class Controller:
 
     def _start(self, reason: str, tokens: Iterable[Measured], measured: Measured) -> Decision | None:
         """Speeds have changed: what was measured before no longer counts."""
-        tokens, backoff = tuple(tokens), self._backoff
-        self.restart(reason)
-        self._backoff = backoff
+        tokens = tuple(tokens)
+        self._forget(reason)
         self._n_to_skip = 0
         self._window.extend(tokens)
         return self._settle(measured)
+
+    def _forget(self, reason: str) -> None:
+        self._visits, self._reason, self._is_final, self._usual = [], reason, False, None
+        self._window.clear()
 
     def _settle(self, measured: Measured) -> Decision | None:
         earlier = next((v.measured.seconds for v in self._visits if v.streamed == self.streamed), None)
