@@ -223,24 +223,26 @@ def _run(work: Sequence[Job], worker: Worker, on_progress: OnProgress) -> tuple[
         on_progress(done / total, job.label)
         results.append(job.run(worker))
         done += job.expected_seconds
-    unsteady = [index for index, (timing, _) in enumerate(results) if (series := _series(timing)) and series.is_noisy]
-    for index in unsteady if len(unsteady) <= MAX_REPEATED_FRACTION * len(work) else ():
-        on_progress(1.0, f"{work[index].label}, again")
-        both = (results[index], work[index].run(worker))
-        results[index] = min(both, key=lambda result: _median(result[0]))  # disturbances only ever take time
+    unsteady = _unsteady(results)
+    if len(unsteady) <= MAX_REPEATED_FRACTION * len(work):
+        for index, series in unsteady.items():
+            on_progress(1.0, f"{work[index].label}, again")
+            again = work[index].run(worker)
+            repeated = _series(again[0])
+            if repeated and repeated.median < series.median:  # disturbances only ever take time
+                results[index] = again
     remarks = [remark for _, remark in results]
-    for job, (timing, _) in zip(work, results, strict=True):
-        series = _series(timing)
-        if series and series.is_noisy:
-            remarks.append(f"{job.label}: unsteady, MAD {relative_mad(series):.0%} of the median")
+    for index, series in _unsteady(results).items():
+        remarks.append(f"{work[index].label}: unsteady, MAD {relative_mad(series):.0%} of the median")
     return [timing for timing, _ in results], [remark for remark in remarks if remark]
+
+
+def _unsteady(results: Sequence[tuple[Timing, str]]) -> dict[int, Series]:
+    """Return the noisy series, by index."""
+    every = ((index, _series(timing)) for index, (timing, _) in enumerate(results))
+    return {index: series for index, series in every if series and series.is_noisy}
 
 
 def _series(timing: Timing) -> Series | None:
     """Return the samples of a timing that consists of one series."""
     return None if isinstance(timing, (Contention, HostTiming, QueueTiming)) else timing.seconds
-
-
-def _median(timing: Timing) -> float:
-    series = _series(timing)
-    return series.median if series else 0.0
