@@ -63,17 +63,24 @@ def test_bad_depths(text: str) -> None:
         parse_depths(text)
 
 
-def test_a_plan_alone_is_loaded_once(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    tasks: list[Task] = []
+@pytest.fixture
+def tasks(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+    """Return the list to which everything is added that would be measured, which always takes the same time."""
+    measured_tasks: list[Task] = []
 
     def measure(task: Task) -> Measured:
-        tasks.append(task)
+        measured_tasks.append(task)
         return measured(0.02, 0.5)
 
     monkeypatch.setattr(bench, "measure", measure)
+    return measured_tasks
+
+
+def test_a_plan_alone_is_loaded_once(tasks: list[Task], plan: Plan) -> None:
     bench.bench(
         plan, Path("plan.json"), Path("model.gguf"), (HARDWARE, SOFTWARE),
-        n_prompt=512, n_generate=64, depths=(0,), n_repeat=5, against_plain=False, ablate=False, report=[].append,
+        n_prompt=512, n_generate=64, depths=(0,), n_repeat=5, against_plain=False, ablate=False,
+        report=lambda _: None,
     )  # fmt: skip
     assert [task.n_repeat for task in tasks] == [5]
 
@@ -219,14 +226,7 @@ def test_experts_beside_their_prediction(plan: Plan) -> None:
     ) in bench.remarks(result)
 
 
-def test_a_static_plan_is_static_in_everything_that_is_measured(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    tasks: list[Task] = []
-
-    def measure(task: Task) -> Measured:
-        tasks.append(task)
-        return measured(0.02, 0.5)
-
-    monkeypatch.setattr(bench, "measure", measure)
+def test_a_static_plan_is_static_in_everything_that_is_measured(tasks: list[Task], plan: Plan) -> None:
     bench.bench(
         plan, Path("plan.json"), Path("model.gguf"), (HARDWARE, SOFTWARE),
         n_prompt=512, n_generate=64, depths=(0,), n_repeat=2, against_plain=False, ablate=True, is_adaptive=False,
