@@ -16,6 +16,7 @@ from runtime.library import Library, load
 from runtime.sampling import Sampler
 from runtime.session import LoadSettings
 from tests.native.engine_plans import plan_for, random_placements, weights_of
+from tests.native.process_memory import anonymous_bytes
 
 SETTINGS = LoadSettings(n_context=256, n_ubatch=32, n_threads=1)
 
@@ -35,10 +36,6 @@ def decode(engine: Engine, n_tokens: int, seed: int = 0) -> NDArray[np.float32]:
         if index % 25 == 24:
             rows.append(engine.logits())
     return np.stack(rows)
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 # Positions that move, in a sliding window too; recurrent states, alone and beside attention; positions in three
@@ -71,9 +68,9 @@ def test_4096_tokens_in_flat_memory(library: Library, tmp_path: Path) -> None:
     weights = weights_of(path)
     with PlanEngine(library, path, plan_for(path, random_placements(weights, 1))) as engine:
         decode(engine, 600)
-        before = resident_bytes()
+        before = anonymous_bytes()
         decode(engine, 4096)
-        grown = resident_bytes() - before
+        grown = anonymous_bytes() - before
         assert engine.n_evaluated == 600 + 4096
     assert grown < 1 << 20
 

@@ -82,7 +82,7 @@ def test_thousand_units_are_decided_fast(helper: Helper) -> None:
     resident = [generator.random() < 0.5 for _ in range(1000)]
     seconds = []
     for _ in range(20):
-        started = time.perf_counter()
+        started = time.thread_time()
         helper.choose_transfers(*columns, resident)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.thread_time() - started)
     assert statistics.median(seconds) < 4e-3  # under 1 ms where nothing else runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 import time
 from dataclasses import dataclass, field, replace
 
@@ -337,10 +338,12 @@ def test_a_weight_stays_on_the_cpu() -> None:
 def test_deciding_takes_under_a_millisecond() -> None:
     policy = Policy(plan(60), no_transfers)
     model = policy.model([visit(policy.planned, Machine(cpu=0.5))], None)
-    started = time.perf_counter()
+    seconds = []
     for _ in range(20):
+        started = time.thread_time()
         policy.best(model)
-    assert (time.perf_counter() - started) / 20 < 1e-3
+        seconds.append(time.thread_time() - started)
+    assert statistics.median(seconds) < 1e-3
 
 
 def test_plans_of_the_paper_use_its_algorithm() -> None:
