@@ -50,14 +50,16 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def children_of(pid: int) -> set[int]:
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
 def test_a_load_works_only_when_told(native_helper: Path) -> None:
+    others = children_of(os.getpid())
     with Load(["cpu", "link"], "sim") as load:
         load.wait_ready()
-        pids = children_of(os.getpid())
+        pids = children_of(os.getpid()) - others
+        assert len(pids) == 2
         idle = [cpu_seconds(pid) for pid in pids]
         time.sleep(0.3)
         assert [cpu_seconds(pid) for pid in pids] == pytest.approx(idle, abs=0.05)
@@ -78,9 +80,10 @@ def test_a_load_that_cannot_start_says_why(native_helper: Path) -> None:
         load.wait_ready()
     with Load(["nonsense"], "sim") as load, pytest.raises(DeviceError, match="it gave no reason"):
         load.wait_ready()
+    others = children_of(os.getpid())
     with Load(["cpu"], "sim") as load:
         load.wait_ready()
-        (pid,) = children_of(os.getpid())
+        (pid,) = children_of(os.getpid()) - others
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(DeviceError, match="has ended"):
             load.stop()
