@@ -116,12 +116,9 @@ def contention(
     )
 
 
-def free_bytes_after_release(device: str) -> int:
-    """Return the device's free memory when only the driver, its kernels and their scratch memory take any."""
-    helper = _helper(device)
-    helper.bench_release()
-    free_bytes, _ = helper.device_memory()
-    return free_bytes
+def release(device: str) -> None:
+    """Free the weights that were measured: only the driver's context, kernels and scratch memory remain."""
+    _helper(device).bench_release()
 
 
 def _matmul_spec(device: str, kernel: Kernel, n_tokens: int, cold_bytes: int) -> MatmulSpec:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +31,15 @@ from planner.workload import Workload, kv_label
 from runtime.inspect_model import Inspection, inspect_model
 
 from . import bench, jobs
-from .detect import BUSY_LOAD_FRACTION, detect_cpu, detect_hardware, detect_software, machine_state, resolve_device
+from .detect import (
+    BUSY_LOAD_FRACTION,
+    detect_cpu,
+    detect_hardware,
+    detect_software,
+    machine_state,
+    nvml_gpu,
+    resolve_device,
+)
 from .jobs import Job, Machine, Timing
 from .measure import relative_mad
 from .worker import Worker
@@ -38,6 +48,7 @@ MEMORY_CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 USUAL_KV_TYPES = ("f16", "q8_0", "q4_0")  # accounted for in every profile
 UNKNOWN_CACHE_BYTES = 64 * MIB  # where the kernel does not tell
 MAX_COLD_BYTES = 2 * GIB
+SETTLING_SECONDS = 0.5  # the driver may clear up after a process that has ended already
 MAX_REPEATED_FRACTION = 0.2  # of all series: where more are unsteady, the machine is busy for long
 
 OnProgress = Callable[[float, str], None]  # the done fraction, and what comes next
@@ -98,12 +109,8 @@ def profile_model(
         threads=settings.threads,
         cpu_cold_bytes=_cold_bytes(hardware.cpu),
     )
-    with Worker(device) as worker:
-        timings, remarks = _run(list(_jobs(model, inspection, machine, settings)), worker, on_progress)
-        overhead_bytes = 0
-        if settings.device not in ("none", "sim"):
-            free_bytes = worker.call(bench.free_bytes_after_release, device)
-            overhead_bytes = max(0, state.gpu_memory_free_bytes - free_bytes)
+    work = list(_jobs(model, inspection, machine, settings))
+    timings, remarks, overhead_bytes = _measure(work, device, settings.device, on_progress)
     if state.load_average > BUSY_LOAD_FRACTION * hardware.cpu.physical_cores:
         notes.append(f"other programs kept the CPU busy at the start (load average {state.load_average:.1f})")
     on_progress(1.0, "done")
@@ -212,6 +219,37 @@ def _jobs(model: GgufModel, inspection: Inspection, machine: Machine, settings: 
         yield from jobs.queue_jobs(machine)
         yield from jobs.expert_jobs(weights, machine)
         yield from jobs.contention_jobs(machine, heaviest)
+
+
+def _measure(
+    work: Sequence[Job], device: str, card: str, on_progress: OnProgress
+) -> tuple[list[Timing], list[str], int]:
+    """Do the work in a process of its own. Also return the bytes of `card` that come back when this process ends.
+
+    It frees the weights it measured before, so these bytes are what a process takes beside its buffers: the driver's
+    context, kernels, cuBLAS' workspaces, captured graphs, and the scratch pools that backends grow for the largest
+    batches and keep. What other programs take or free while it measures does not count.
+    """
+    with _free_vram(card) as free_bytes:
+        with Worker(device) as worker:
+            timings, remarks = _run(work, worker, on_progress)
+            worker.call(bench.release, device)
+            free_before_bytes = free_bytes()
+        time.sleep(SETTLING_SECONDS)
+        return timings, remarks, max(0, free_bytes() - free_before_bytes)
+
+
+@contextmanager
+def _free_vram(device: str) -> Iterator[Callable[[], int]]:
+    """Give a function that returns the card's free bytes, whoever has the others; 0 for "sim" and "none".
+
+    The driver stays open from one call to the next: else a card without users is shut down and started in between.
+    """
+    if device in ("none", "sim"):
+        yield lambda: 0
+        return
+    with nvml_gpu(device) as (nvml, gpu, _):
+        yield lambda: int(nvml.nvmlDeviceGetMemoryInfo(gpu).free)
 
 
 def _run(work: Sequence[Job], worker: Worker, on_progress: OnProgress) -> tuple[list[Timing], list[str]]:

@@ -1,13 +1,17 @@
-"""What is measured twice, and which of the two is kept."""
+"""What is measured twice, and which of the two is kept; what a process takes of the card."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import pytest
 
 from planner.measurements import LinkTiming, Series
-from profiler import suite
+from profiler import bench, suite
 from profiler.jobs import Job
 from profiler.worker import Worker
 
@@ -39,3 +43,20 @@ def test_a_machine_that_is_busy_for_long_is_not_measured_twice() -> None:
     work = [job("x", UNSTEADY), job("y", UNSTEADY), job("z", STEADY)]
     _, remarks = suite._run(work, cast(Worker, None), lambda fraction, label: None)
     assert len(remarks) == 2
+
+
+def test_what_a_process_takes_of_the_card_is_what_comes_back_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {"browser": 1000}
+    processes = set(multiprocessing.active_children())
+
+    @contextmanager
+    def free_vram(card: str) -> Iterator[Callable[[], int]]:
+        assert card == "cuda0"
+        yield lambda: 8000 - sum(others.values()) - 450 * len(set(multiprocessing.active_children()) - processes)
+
+    monkeypatch.setattr(suite, "_free_vram", free_vram)
+    monkeypatch.setattr(suite, "SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr(bench, "release", os.path.basename)  # the helper need not be built
+    _, _, overhead_bytes = suite._measure([job("x", STEADY)], "sim", "cuda0", lambda *_: others.clear())
+    assert others == {}  # the browser was closed meanwhile
+    assert overhead_bytes == 450
