@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.gguf_model import GgufTensor, read_tensor_bytes
-from planner.measurements import Contention, ExpertTiming, HostTiming, QueueTiming, Series, WeightUse
+from planner.measurements import (
+    Contention,
+    CrossingTiming,
+    ExpertTiming,
+    GlueTiming,
+    HostTiming,
+    KernelTiming,
+    LinkTiming,
+    QueueTiming,
+    Series,
+    WeightUse,
+)
 from planner.units import MIB
 from runtime.bindings import Ggml, Helper, MatmulSpec
 from runtime.library import HYBRID_DEVICE, load
@@ -37,45 +48,52 @@ def kernel_key(weight: WeightUse) -> tuple[str, str, tuple[int, ...], int]:
 
 
 def matmul(
-    device: str, kernel: Kernel, kernel_device: str, n_threads: int, n_tokens: int, cold_bytes: int, effort: Effort
-) -> Series:
-    """Measure seconds per product on `kernel_device`: "cpu", with `n_threads`, or `device` itself."""
+    device: str,
+    kernel: Kernel,
+    place: str,
+    n_threads: int,
+    n_tokens: int,
+    n_rows: int,
+    cold_bytes: int,
+    effort: Effort,
+) -> KernelTiming:
+    """Measure seconds per product: with `n_threads` if `place` is "cpu", on `device` itself if it is "gpu".
+
+    `n_tokens` is the batch that the timing stands for, `n_rows` how many tokens of it reach this kernel.
+    """
     helper = _helper(device)
-    spec = _matmul_spec(device, kernel, n_tokens, cold_bytes)
-    return measure(lambda n: helper.bench_matmul(kernel_device, n_threads, spec, n_warmup=0, n_samples=n), effort)
+    spec = _matmul_spec(device, kernel, n_rows, cold_bytes)
+    backend = "cpu" if place == "cpu" else device
+    series = measure(lambda n: helper.bench_matmul(backend, max(n_threads, 1), spec, n_warmup=0, n_samples=n), effort)
+    return KernelTiming(kernel.op, kernel.type, kernel.shape, kernel.n_experts_used, place, n_tokens, n_threads, series)
 
 
-def glue(device: str, path: Path, n_context: int, n_ubatch: int, n_tokens: int, effort: Effort) -> tuple[Series, int]:
-    """Measure everything but products with weights for `n_tokens`; also return how many nodes the GPU cannot do."""
+def glue(device: str, path: Path, n_context: int, n_ubatch: int, n_tokens: int, effort: Effort) -> GlueTiming:
+    """Measure everything but products with weights for `n_tokens`, as far as the GPU can compute it."""
     ggml, helper = Ggml(load(device).ggml), _helper(device)
     settings = LoadSettings(n_context, n_ubatch, n_threads=1, devices=(HYBRID_DEVICE,), no_alloc=True)
-    skipped: list[int] = []
-
-    def take(n_samples: int) -> tuple[float, ...]:
-        samples, n_skipped = helper.bench_glue(context, n_tokens, n_warmup=0, n_samples=n_samples)
-        skipped.append(n_skipped)
-        return samples
-
     with open_model(path, settings, ggml) as model, open_context(model, settings, ggml) as context:
-        series = measure(take, effort)
-    return series, skipped[-1]
+        series = measure(lambda n: helper.bench_glue(context, n_tokens, n_warmup=0, n_samples=n), effort)
+    return GlueTiming(n_tokens, n_context, series)
 
 
-def transfer(device: str, host_to_device: bool, pinned: bool, size_bytes: int, effort: Effort) -> Series:
-    """Measure seconds per copy, when one copy follows the other."""
+def transfer(device: str, direction: str, pinned: bool, size_bytes: int, effort: Effort) -> LinkTiming:
+    """Measure seconds per copy, when one copy follows the other. `direction` is "h2d" or "d2h"."""
     helper = _helper(device)
-    return measure(
+    series = measure(
         lambda n: helper.bench_transfer(
-            host_to_device=host_to_device, pinned=pinned, size_bytes=size_bytes, n_warmup=0, n_samples=n
+            host_to_device=direction == "h2d", pinned=pinned, size_bytes=size_bytes, n_warmup=0, n_samples=n
         ),
         effort,
     )
+    return LinkTiming(direction, pinned, size_bytes, series)
 
 
-def crossing(device: str, n_threads: int, activation_bytes: int, effort: Effort) -> Series:
+def crossing(device: str, n_threads: int, activation_bytes: int, effort: Effort) -> CrossingTiming:
     """Measure seconds that a round trip GPU -> CPU -> GPU adds to the work on both."""
     helper = _helper(device)
-    return measure(lambda n: helper.bench_crossing(n_threads, activation_bytes, n_warmup=1, n_samples=n), effort)
+    series = measure(lambda n: helper.bench_crossing(n_threads, activation_bytes, n_warmup=1, n_samples=n), effort)
+    return CrossingTiming(n_threads, activation_bytes, series)
 
 
 def host(device: str, kernel: Kernel, n_threads: int, cold_bytes: int, n_nodes: int, n_samples: int) -> HostTiming:

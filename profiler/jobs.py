@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -23,13 +24,12 @@ from planner.measurements import (
 )
 from planner.memory import KV_GRANULE
 from planner.problem import find_units
-from planner.units import KIB, MIB
+from planner.units import KIB, MIB, format_count
 from runtime.inspect_model import Inspection
 
 from . import bench
 from .bench import Kernel, kernel_key
 from .measure import Effort
-from .worker import Worker
 
 LINK_SIZES_BYTES = (16 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 CROSSING_SIZES_BYTES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB, 64 * MIB)
@@ -52,7 +52,7 @@ Timing: TypeAlias = (
 class Job:
     label: str
     expected_seconds: float
-    run: Callable[[Worker], tuple[Timing, str]]  # a part of the profile, and a remark about it or ""
+    measure: Callable[[], Timing]  # for a Worker, so a partial() of a function that is importable by name
 
 
 @dataclass(frozen=True)
@@ -119,28 +119,19 @@ def _fewer_experts(n_used: int) -> list[int]:
 def _kernel_job(
     kernel: Kernel, machine: Machine, place: str, n_threads: int, n_tokens: int, n_rows: int, effort: Effort
 ) -> Job:
-    """`n_tokens` is the batch that the timing stands for, `n_rows` the tokens of it that reach this kernel."""
     is_cpu = place == "cpu"
     name = f"{kernel.op} {kernel.type} {'x'.join(map(str, kernel.shape))}"
     if kernel.n_experts_used:
-        name += f", {_count(kernel.n_experts_used, 'expert')}"
-    where = _count(n_threads, "thread") if is_cpu else "GPU"
+        name += f", {format_count(kernel.n_experts_used, 'expert')}"
+    where = format_count(n_threads, "thread") if is_cpu else "GPU"
     cold_bytes = 0 if n_rows > 1 else machine.cpu_cold_bytes if is_cpu else machine.gpu_cold_bytes
     n_active = kernel.n_experts_used or (kernel.shape[2] if len(kernel.shape) > 2 else 1)
     flops = 2.0 * kernel.shape[0] * kernel.shape[1] * n_active * n_rows
     flops_per_second = 3e10 * n_threads if is_cpu else 2e10 if machine.gpu == "sim" else 2e13
-
-    def run(worker: Worker) -> tuple[Timing, str]:
-        series = worker.call(
-            bench.matmul, machine.device, kernel, "cpu" if is_cpu else machine.gpu, max(n_threads, 1), n_rows,
-            cold_bytes, effort,
-        )  # fmt: skip
-        return KernelTiming(
-            kernel.op, kernel.type, kernel.shape, kernel.n_experts_used, place, n_tokens, n_threads, series
-        ), ""
-
     return Job(
-        f"{name}, {_count(n_tokens, 'token')}, {where}", effort.budget_seconds + 3 * flops / flops_per_second, run
+        f"{name}, {format_count(n_tokens, 'token')}, {where}",
+        effort.budget_seconds + 3 * flops / flops_per_second,
+        partial(bench.matmul, machine.device, kernel, place, n_threads, n_tokens, n_rows, cold_bytes, effort),
     )
 
 
@@ -149,35 +140,22 @@ def glue_jobs(path: Path, machine: Machine, n_context: int, n_ubatch: int) -> It
     shortest = -(-n_ubatch // KV_GRANULE) * KV_GRANULE
     for n_read in sorted({min(shortest, n_context), n_context}):
         for n_tokens in sorted({1, n_ubatch}):
-            yield _glue_job(path, machine, n_read, n_ubatch, n_tokens)
-
-
-def _glue_job(path: Path, machine: Machine, n_context: int, n_ubatch: int, n_tokens: int) -> Job:
-    def run(worker: Worker) -> tuple[Timing, str]:
-        series, n_skipped = worker.call(bench.glue, machine.device, path, n_context, n_ubatch, n_tokens, OTHER_EFFORT)
-        remark = (
-            f"{n_skipped} nodes of the graph for {_count(n_tokens, 'token')} cannot run on the GPU" if n_skipped else ""
-        )
-        return GlueTiming(n_tokens, n_context, series), remark
-
-    label = f"attention, norms and the like, {_count(n_tokens, 'token')}, context {n_context}"
-    return Job(label, 1.0 if n_tokens == 1 else 3.0, run)
+            yield Job(
+                f"attention, norms and the like, {format_count(n_tokens, 'token')}, context {n_read}",
+                1.0 if n_tokens == 1 else 3.0,
+                partial(bench.glue, machine.device, path, n_read, n_ubatch, n_tokens, OTHER_EFFORT),
+            )
 
 
 def link_jobs(machine: Machine) -> Iterator[Job]:
     for direction in ("h2d", "d2h"):
         for pinned in (True, False):
             for size_bytes in LINK_SIZES_BYTES:
-                yield _link_job(machine, direction, pinned, size_bytes)
-
-
-def _link_job(machine: Machine, direction: str, pinned: bool, size_bytes: int) -> Job:
-    def run(worker: Worker) -> tuple[Timing, str]:
-        series = worker.call(bench.transfer, machine.device, direction == "h2d", pinned, size_bytes, OTHER_EFFORT)
-        return LinkTiming(direction, pinned, size_bytes, series), ""
-
-    kind = "pinned" if pinned else "pageable"
-    return Job(f"copies, {direction}, {kind}, {size_bytes // KIB} KiB", 0.3, run)
+                yield Job(
+                    f"copies, {direction}, {'pinned' if pinned else 'pageable'}, {size_bytes // KIB} KiB",
+                    0.3,
+                    partial(bench.transfer, machine.device, direction, pinned, size_bytes, OTHER_EFFORT),
+                )
 
 
 def crossing_jobs(machine: Machine, max_activation_bytes: int) -> Iterator[Job]:
@@ -185,37 +163,27 @@ def crossing_jobs(machine: Machine, max_activation_bytes: int) -> Iterator[Job]:
     n_sizes = 1 + sum(size < max_activation_bytes for size in CROSSING_SIZES_BYTES)
     for n_threads in machine.threads:
         for size_bytes in CROSSING_SIZES_BYTES[:n_sizes]:
-            yield _crossing_job(machine, n_threads, size_bytes)
-
-
-def _crossing_job(machine: Machine, n_threads: int, size_bytes: int) -> Job:
-    def run(worker: Worker) -> tuple[Timing, str]:
-        series = worker.call(bench.crossing, machine.device, n_threads, size_bytes, OTHER_EFFORT)
-        return CrossingTiming(n_threads, size_bytes, series), ""
-
-    return Job(f"round trips, {size_bytes // KIB} KiB, {_count(n_threads, 'thread')}", 0.3, run)
+            yield Job(
+                f"round trips, {size_bytes // KIB} KiB, {format_count(n_threads, 'thread')}",
+                0.3,
+                partial(bench.crossing, machine.device, n_threads, size_bytes, OTHER_EFFORT),
+            )
 
 
 def host_jobs(machine: Machine, kernel: Kernel) -> Iterator[Job]:
     for n_threads in machine.threads:
-        yield _host_job(machine, kernel, n_threads)
-
-
-def _host_job(machine: Machine, kernel: Kernel, n_threads: int) -> Job:
-    def run(worker: Worker) -> tuple[Timing, str]:
-        timing = worker.call(
-            bench.host, machine.device, kernel, n_threads, machine.cpu_cold_bytes, HOST_LAUNCH_NODES, HOST_SAMPLES
+        yield Job(
+            f"handing work to the GPU, {format_count(n_threads, 'thread')}",
+            0.5,
+            partial(
+                bench.host, machine.device, kernel, n_threads, machine.cpu_cold_bytes, HOST_LAUNCH_NODES, HOST_SAMPLES
+            ),
         )
-        return timing, ""
-
-    return Job(f"handing work to the GPU, {_count(n_threads, 'thread')}", 0.5, run)
 
 
 def queue_jobs(machine: Machine) -> Iterator[Job]:
-    def run(worker: Worker) -> tuple[Timing, str]:
-        return worker.call(bench.queues, machine.device, HOST_LAUNCH_NODES, HOST_SAMPLES), ""
-
-    yield Job("copies and launches in turns", 0.3, run)
+    measure = partial(bench.queues, machine.device, HOST_LAUNCH_NODES, HOST_SAMPLES)
+    yield Job("copies and launches in turns", 0.3, measure)
 
 
 def expert_jobs(weights: Sequence[WeightUse], machine: Machine) -> Iterator[Job]:
@@ -223,34 +191,22 @@ def expert_jobs(weights: Sequence[WeightUse], machine: Machine) -> Iterator[Job]
     kinds = {block.matrix_bytes: block.n_used for block in find_blocks(weights, find_units(weights))}
     for matrix_bytes, n_used in kinds.items():
         for n_experts in (*_fewer_experts(n_used), n_used):
-            yield _expert_job(machine, matrix_bytes, n_experts)
-
-
-def _expert_job(machine: Machine, matrix_bytes: tuple[int, ...], n_experts: int) -> Job:
-    def run(worker: Worker) -> tuple[Timing, str]:
-        timing = worker.call(
-            bench.expert_copies, machine.device, matrix_bytes, n_experts, machine.cpu_cold_bytes, OTHER_EFFORT
-        )
-        return timing, ""
-
-    return Job(f"streaming {_count(n_experts, 'expert')}, {sum(matrix_bytes) / MIB:.1f} MiB each", 1.0, run)
+            yield Job(
+                f"streaming {format_count(n_experts, 'expert')}, {sum(matrix_bytes) / MIB:.1f} MiB each",
+                1.0,
+                partial(
+                    bench.expert_copies, machine.device, matrix_bytes, n_experts, machine.cpu_cold_bytes, OTHER_EFFORT
+                ),
+            )
 
 
 def contention_jobs(machine: Machine, kernel: Kernel) -> Iterator[Job]:
     for n_threads in machine.threads:
-        yield _contention_job(machine, kernel, n_threads)
-
-
-def _contention_job(machine: Machine, kernel: Kernel, n_threads: int) -> Job:
-    def run(worker: Worker) -> tuple[Timing, str]:
-        rates = worker.call(
-            bench.contention, machine.device, kernel, n_threads, machine.cpu_cold_bytes, CONTENTION_COPY_BYTES,
-            CONTENTION_PHASE_SECONDS,
+        yield Job(
+            f"CPU and link together, {format_count(n_threads, 'thread')}",
+            2.0,
+            partial(
+                bench.contention, machine.device, kernel, n_threads, machine.cpu_cold_bytes, CONTENTION_COPY_BYTES,
+                CONTENTION_PHASE_SECONDS,
+            ),
         )  # fmt: skip
-        return rates, ""
-
-    return Job(f"CPU and link together, {_count(n_threads, 'thread')}", 2.0, run)
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

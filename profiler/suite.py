@@ -253,31 +253,34 @@ def _free_vram(device: str) -> Iterator[Callable[[], int]]:
 
 
 def _run(work: Sequence[Job], worker: Worker, on_progress: OnProgress) -> tuple[list[Timing], list[str]]:
-    """Do the work. What was unsteady is measured again at the end: what disturbed it may have passed by then."""
+    """Do the work. What was unsteady is measured again at the end: what disturbed it may have passed by then.
+
+    Also return remarks on what is still unsteady.
+    """
     total = sum(job.expected_seconds for job in work)
     done = 0.0
-    results = []
+    timings = []
     for job in work:
         on_progress(done / total, job.label)
-        results.append(job.run(worker))
+        timings.append(worker.call(job.measure))
         done += job.expected_seconds
-    unsteady = _unsteady(results)
+    unsteady = _unsteady(timings)
     if len(unsteady) <= MAX_REPEATED_FRACTION * len(work):
         for index, series in unsteady.items():
             on_progress(1.0, f"{work[index].label}, again")
-            again = work[index].run(worker)
-            repeated = _series(again[0])
+            again = worker.call(work[index].measure)
+            repeated = _series(again)
             if repeated and repeated.median < series.median:  # disturbances only ever take time
-                results[index] = again
-    remarks = [remark for _, remark in results]
-    for index, series in _unsteady(results).items():
-        remarks.append(f"{work[index].label}: unsteady, MAD {relative_mad(series):.0%} of the median")
-    return [timing for timing, _ in results], [remark for remark in remarks if remark]
+                timings[index] = again
+    return timings, [
+        f"{work[index].label}: unsteady, MAD {relative_mad(series):.0%} of the median"
+        for index, series in _unsteady(timings).items()
+    ]
 
 
-def _unsteady(results: Sequence[tuple[Timing, str]]) -> dict[int, Series]:
+def _unsteady(timings: Sequence[Timing]) -> dict[int, Series]:
     """Return the noisy series, by index."""
-    every = ((index, _series(timing)) for index, (timing, _) in enumerate(results))
+    every = enumerate(map(_series, timings))
     return {index: series for index, series in every if series and series.is_noisy}
 
 

@@ -253,7 +253,7 @@ class Helper:
         return rows
 
     def unsupported_ops(self, context: Context, n_tokens: int) -> tuple[str, ...]:
-        """Return the kinds of nodes without weights that the inner GPU cannot compute, in alphabetical order."""
+        """Return the kinds of nodes that the inner GPU cannot compute, but for products with weights, sorted."""
         ops: set[str] = set()
 
         @OpCallback  # type: ignore[untyped-decorator]
@@ -275,18 +275,11 @@ class Helper:
             ),
         )
 
-    def bench_glue(
-        self, context: Context, n_tokens: int, *, n_warmup: int, n_samples: int
-    ) -> tuple[tuple[float, ...], int]:
-        """Return seconds of all nodes but products with weights on the inner GPU, and how many it cannot compute."""
-        n_skipped = ctypes.c_int32()
-        samples = self._samples(
-            n_samples,
-            lambda samples: self._library.ats_bench_glue(
-                context, n_tokens, n_warmup, n_samples, samples, ctypes.byref(n_skipped)
-            ),
+    def bench_glue(self, context: Context, n_tokens: int, *, n_warmup: int, n_samples: int) -> tuple[float, ...]:
+        """Return seconds of all nodes but products with weights on the inner GPU, as far as it can compute them."""
+        return self._samples(
+            n_samples, lambda samples: self._library.ats_bench_glue(context, n_tokens, n_warmup, n_samples, samples)
         )
-        return samples, n_skipped.value
 
     def bench_transfer(
         self, *, host_to_device: bool, pinned: bool, size_bytes: int, n_warmup: int, n_samples: int

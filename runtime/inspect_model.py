@@ -36,7 +36,7 @@ class Inspection:
     weights_prefill: tuple[WeightUse, ...]
     memory: tuple[MemoryCase, ...]  # for every combination of n_context and n_ubatch
     device_weights_bytes: int  # with every layer offloaded
-    unsupported_ops: tuple[str, ...] = ()  # without weights, which the GPU leaves to the CPU
+    unsupported_ops: tuple[str, ...] = ()  # but for products with weights; the GPU leaves them to the CPU
 
 
 def inspect_model(
@@ -99,7 +99,9 @@ def _inspect(
             weights_prefill=_weight_uses(helper.trace_weights(context, n_prefill_tokens), n_prefill_tokens),
             memory=tuple(cases),
             device_weights_bytes=sum(row.model_bytes for row in on_device),
-            unsupported_ops=helper.unsupported_ops(context, 1),
+            unsupported_ops=tuple(
+                sorted({op for n in (1, n_prefill_tokens) for op in helper.unsupported_ops(context, n)})
+            ),
         )
 
 

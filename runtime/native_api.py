@@ -104,10 +104,7 @@ HELPER_PROTOTYPES: Prototypes = {
         ctypes.c_int,
         [ctypes.c_char_p, ctypes.c_int32, ctypes.POINTER(MatmulSpecStruct), ctypes.c_int32, ctypes.c_int32, _INT64S],
     ),
-    "ats_bench_glue": (
-        ctypes.c_int,
-        [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int32, ctypes.c_int32, _INT64S, _INT32S],
-    ),
+    "ats_bench_glue": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int32, ctypes.c_int32, _INT64S]),
     "ats_bench_transfer": (
         ctypes.c_int,
         [ctypes.c_bool, ctypes.c_bool, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, _INT64S],

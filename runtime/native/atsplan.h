@@ -128,8 +128,8 @@ ATS_EXPORT bool                 ats_routing_eval(struct ggml_tensor * node, bool
 typedef void (*ats_routing_callback)(void * user, const char * weight, const int64_t * counts, int32_t n_experts);
 ATS_EXPORT void ats_routing_read(const struct ats_routing * routing, ats_routing_callback callback, void * user);
 
-// Call back with the op of every node without weights that the inner GPU cannot compute: llama.cpp leaves it to its CPU
-// backend.
+// Call back with the op of every node, but those that multiply with weights or fetch rows of them, that the inner GPU
+// cannot compute: llama.cpp leaves it to its CPU backend.
 typedef void (*ats_op_callback)(void * user, const char * op);
 ATS_EXPORT int ats_unsupported_ops(struct llama_context * context, uint32_t n_tokens, ats_op_callback callback, void * user);
 
@@ -149,9 +149,9 @@ ATS_EXPORT int ats_bench_matmul(const char * device, int32_t n_threads, const st
                                 int32_t n_warmup, int32_t n_samples, int64_t * samples);
 
 // Time everything in the context's graph for n_tokens but the products with weights (attention, norms, rope, ...) on the
-// inner GPU. `n_skipped` receives the number of nodes that the GPU cannot compute.
+// inner GPU, without the nodes that it cannot compute.
 ATS_EXPORT int ats_bench_glue(struct llama_context * context, uint32_t n_tokens, int32_t n_warmup, int32_t n_samples,
-                              int64_t * samples, int32_t * n_skipped);
+                              int64_t * samples);
 
 ATS_EXPORT int ats_bench_transfer(bool host_to_device, bool pinned, int64_t size_bytes, int32_t n_warmup,
                                   int32_t n_samples, int64_t * samples);

@@ -171,9 +171,9 @@ int ats_unsupported_ops(llama_context * context, uint32_t n_tokens, ats_op_callb
         return -1;
     }
     for (int i = 0; i < graph->n_nodes; i++) {
-        const ggml_tensor * node        = graph->nodes[i];
-        const bool          has_weights = std::any_of(std::begin(node->src), std::end(node->src), weight_of);
-        if (!has_weights && !needs_no_work(node) && !ggml_backend_dev_supports_op(ats_inner_device(), node)) {
+        const ggml_tensor * node      = graph->nodes[i];
+        const bool          is_placed = (is_matmul(node) || node->op == GGML_OP_GET_ROWS) && weight_of(node->src[0]) != nullptr;
+        if (!is_placed && !needs_no_work(node) && !ggml_backend_dev_supports_op(ats_inner_device(), node)) {
             callback(user, ggml_op_name(node->op));
         }
     }

@@ -131,7 +131,6 @@ class RunBench {
     int64_t run() { return time_nodes(gpu, graph, 0, graph->n_nodes); }
 
     const int n_instances;
-    int       n_skipped = 0; // nodes that the GPU cannot compute
 
   private:
     static ggml_tensor * same_shape(ggml_context * context, const ggml_tensor * tensor) {
@@ -151,7 +150,6 @@ class RunBench {
         if (is_view(node) || ggml_backend_supports_op(gpu, clone)) {
             ggml_build_forward_expand(graph, clone);
         } else { // llama.cpp computes it on the CPU: to the nodes after it, its result is an operand
-            n_skipped++;
             members.erase(node);
             clones.erase(node);
             operand(node);
@@ -221,10 +219,8 @@ std::unique_ptr<RunBench> warm_bench(ggml_backend_t gpu, const Nodes & run) {
     const int64_t possible = MAX_OPERAND_BYTES / std::max<int64_t>(bench->operand_bytes(), 1);
     const int     n        = (int) std::min({wanted, std::max<int64_t>(possible, 1), (int64_t) MAX_INSTANCES});
     if (n > 1) {
-        const int n_skipped = bench->n_skipped;
         bench.reset(); // before the next one needs memory
-        bench            = std::make_unique<RunBench>(gpu, run, n);
-        bench->n_skipped = n_skipped;
+        bench = std::make_unique<RunBench>(gpu, run, n);
     }
     for (int i = 0; i < 3 && time < SLOW_NS; i++) {
         time = bench->run(); // launched twice in the same form, a CUDA graph is captured
@@ -235,10 +231,10 @@ std::unique_ptr<RunBench> warm_bench(ggml_backend_t gpu, const Nodes & run) {
 } // namespace
 
 int ats_bench_glue(struct llama_context * context, uint32_t n_tokens, int32_t n_warmup, int32_t n_samples,
-                   int64_t * samples, int32_t * n_skipped) {
+                   int64_t * samples) {
     return guarded([&] {
         check_sampling(n_warmup, n_samples, samples);
-        if (!context || !n_skipped || n_tokens < 1 || n_tokens > llama_n_ubatch(context)) {
+        if (!context || n_tokens < 1 || n_tokens > llama_n_ubatch(context)) {
             fail("no context, or one that cannot take %u tokens at once", n_tokens);
         }
         ggml_cgraph * graph = llama_graph_reserve(context, n_tokens, 1, 1);
@@ -252,11 +248,9 @@ int ats_bench_glue(struct llama_context * context, uint32_t n_tokens, int32_t n_
             entry.second++;
         }
         std::fill_n(samples, n_samples, 0);
-        *n_skipped = 0;
         for (const auto & [signature, entry] : distinct) {
             const auto & [run, count]       = entry;
             std::unique_ptr<RunBench> bench = warm_bench(gpu_backend(), run);
-            *n_skipped += bench->n_skipped * count;
             if (bench->is_empty()) {
                 continue;
             }

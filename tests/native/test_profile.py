@@ -25,6 +25,7 @@ from profiler import cli, commands, jobs, suite
 from profiler.measure import Effort
 from profiler.suite import Settings, describe_model, profile_model, with_kv_types
 from profiler.synthetic_model import write_synthetic_model
+from runtime.bindings import Helper
 from runtime.engine import Engine, PlanEngine
 from runtime.inspect_model import Inspection, _inspect
 from runtime.library import load
@@ -133,6 +134,14 @@ def test_a_model_is_described_as_a_profile_describes_it(
     assert described.kernels == described.glue == ()
     plan = solve(borrow(described, profile), 100 * MIB, Workload(100, 100, 256, N_UBATCH))
     assert plan.notes[1].startswith("Speeds are estimated")
+
+
+def test_what_the_gpu_leaves_to_the_cpu_is_asked_for_a_token_and_for_a_batch(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = {1: ("ROPE",), N_UBATCH: ("ROPE", "ARGSORT")}
+    monkeypatch.setattr(Helper, "unsupported_ops", lambda self, context, n_tokens: left[n_tokens])
+    assert inspect_here(smollm2, "sim", [256], [N_UBATCH]).unsupported_ops == ("ARGSORT", "ROPE")
 
 
 def test_a_kv_cache_that_the_profile_does_not_know(profile: Profile) -> None:
