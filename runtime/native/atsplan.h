@@ -65,7 +65,7 @@ struct ats_statistics {
     int64_t n_experts_streamed; // copied for this use
     int64_t n_experts_cpu;      // computed on the CPU
     int64_t expert_bytes;       // VRAM held by expert caches now
-    int64_t unpinned_bytes;     // host memory for weights held now that is not pinned: slow, and never streamed ahead
+    int64_t unpinned_bytes;     // host memory for weights held now that is not pinned: slow, and work is not launched ahead
     int64_t expert_cpu_ns;      // computing experts one by one on the CPU
     int64_t expert_gpu_ns;      // the GPU's shares meanwhile, from the decision on, copies included; 0 where unknown
     int64_t expert_decide_ns;   // choosing where to compute experts

@@ -50,6 +50,13 @@ std::unique_ptr<Executor> Executor::create() {
         ats_fail("cannot start %s", ggml_backend_dev_name(ats_inner_device()));
         return nullptr;
     }
+    ggml_backend_dev_props properties;
+    ggml_backend_dev_get_props(ats_inner_device(), &properties);
+    if (properties.caps.async && !properties.caps.events) {
+        ats_fail("%s has no events to order copies by: build llama-cpp-python without GGML_CUDA_NO_PEER_COPY",
+                 ggml_backend_dev_name(ats_inner_device()));
+        return nullptr;
+    }
     executor->ring_             = std::make_unique<WeightRing>(executor->compute_.get(), executor->transfer_.get());
     executor->copy_bridge_      = make_copy_bridge(executor->compute_.get(), executor->experts_.get());
     executor->zero_copy_bridge_ = make_zero_copy_bridge(executor->compute_.get(), executor->experts_.get());
@@ -288,7 +295,9 @@ void Executor::note_run(CompiledProgram & compiled) {
 
 ggml_status Executor::run(CompiledProgram & compiled) {
     const std::vector<Operation> & operations = compiled.program.operations;
-    const bool early = settings_->early_launch != 0 && bridge_->can_fetch_early() && compiled.n_runs > runs_before_early;
+    // A copy from pageable memory may wait for the GPU, which must not be waiting for the host then.
+    const bool early = settings_->early_launch != 0 && bridge_->can_fetch_early() &&
+                       compiled.n_runs > runs_before_early && ats_unpinned_bytes() == 0;
     size_t     next  = 0; // first operation that was not enqueued yet
     ggml_status status = GGML_STATUS_SUCCESS;
     for (size_t i = 0; i < operations.size() && status == GGML_STATUS_SUCCESS; i++) {

@@ -40,7 +40,12 @@ ANY_EXPERTS = ExpertPolicy(cache_bytes=1 << 20, cpu_seconds=2e-5, link_seconds=2
 
 
 def logits(
-    device: str, model: Path, seed: int | None, experts: ExpertPolicy | None, prediction: int = 1
+    device: str,
+    model: Path,
+    seed: int | None,
+    experts: ExpertPolicy | None = None,
+    prediction: int = 1,
+    max_pinned_bytes: int | None = None,
 ) -> NDArray[np.float32]:
     """Run in a process of its own, because one process keeps one device. Without a seed: plain llama.cpp."""
     library = load(device)
@@ -55,7 +60,7 @@ def logits(
             model, placements, n_context=SETTINGS.n_context, n_ubatch=SETTINGS.n_ubatch, ring_bytes=4 << 20,
             experts=experts, prefill_min_tokens=min_tokens,
         )  # fmt: skip
-        engine = PlanEngine(library, model, replace(plan, device=device))
+        engine = PlanEngine(library, model, replace(plan, device=device), max_pinned_bytes=max_pinned_bytes)
         engine.helper.set_option("expert_prediction", prediction)
     rows = []
     with engine:
@@ -70,12 +75,14 @@ def logits(
     return np.stack(rows)
 
 
-def compare(model: Path, experts: ExpertPolicy | None = None, prediction: int = 1) -> None:
+def compare(
+    model: Path, experts: ExpertPolicy | None = None, prediction: int = 1, max_pinned_bytes: int | None = None
+) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as plain, ProcessPoolExecutor(1, mp_context=context) as planned:
-        expected = plain.submit(logits, DEVICE, model, None, None).result()
+        expected = plain.submit(logits, DEVICE, model, None).result()
         for seed in range(3):
-            found = planned.submit(logits, DEVICE, model, seed, experts, prediction).result()
+            found = planned.submit(logits, DEVICE, model, seed, experts, prediction, max_pinned_bytes).result()
             differs = np.abs(found - expected).max(axis=1) > MAX_NOISE * expected.std()
             assert differs.mean() <= (MAX_FLIPPED if experts else 0.0)
             assert np.abs(found - expected).max() < expected.std()
@@ -83,6 +90,12 @@ def compare(model: Path, experts: ExpertPolicy | None = None, prediction: int = 
 
 def test_dense(native_helper: Path, tmp_path: Path) -> None:
     compare(write_synthetic_model(tmp_path / "model.gguf", synthetic_model("llama-small", "q4_K"))[0])
+
+
+def test_weights_in_pageable_memory(native_helper: Path, tmp_path: Path) -> None:
+    compare(
+        write_synthetic_model(tmp_path / "model.gguf", synthetic_model("llama-small", "q4_K"))[0], max_pinned_bytes=1
+    )
 
 
 @pytest.mark.parametrize("prediction", [0, 2])
