@@ -42,6 +42,7 @@ class MachineState:
     cpu_clock_mhz: int = 0
     load_average: float = 0.0
     device: str = ""  # CUDA's name of the GPU among those that the process saw: "cuda0"
+    gpu_has_display: bool = False  # programs on a screen take and give back VRAM all the time
 
 
 @dataclass(frozen=True)

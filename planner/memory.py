@@ -17,6 +17,8 @@ KV_GRANULE = 256  # llama.cpp's KV cache holds, and its attention reads, a multi
 # Each buffer is rounded up by the driver (2 MiB pages), scratch pools grow a little with the batch's shape, and graphs
 # that were captured take some.
 DEFAULT_MARGIN_BYTES = 24 * MIB
+# Desktops and browsers take and give back so much from one minute to the next.
+DISPLAY_RESERVE_BYTES = 256 * MIB
 _ENTRIES_PER_PAGE = 512  # pages of pinned host memory that a page of the card's page tables knows
 
 _TENSOR_ALIGNMENT = 128  # ggml's CUDA buffers

@@ -16,7 +16,14 @@ from .hardware import MAX_PINNED_FRACTION
 from .joint import Candidate, estimate, lower_bound, prompt_rings, solve_joint
 from .knapsack import solve_with_experts_last
 from .measurements import Profile, WeightUse
-from .memory import DEFAULT_MARGIN_BYTES, available_bytes, fixed_memory, granule_bytes, vram_budget
+from .memory import (
+    DEFAULT_MARGIN_BYTES,
+    DISPLAY_RESERVE_BYTES,
+    available_bytes,
+    fixed_memory,
+    granule_bytes,
+    vram_budget,
+)
 from .patterns import group_units
 from .plan import Placement, Plan, Prediction, SolverReport, WeightClass, WeightCosts
 from .problem import build_graph, costs, find_units, mean_past
@@ -59,14 +66,8 @@ def solve(
     """
     started = time.perf_counter()
     notes = _check_inputs(profile, workload)
-    card_bytes = profile.hardware.gpu.memory_bytes if profile.hardware.gpu is not None else 0
-    for limit_bytes, why in (
-        (card_bytes, "the card has"),
-        (profile.state.gpu_memory_free_bytes, "other programs left free on the card when it was profiled"),
-    ):
-        if 0 < limit_bytes < budget_bytes:
-            budget_bytes = limit_bytes
-            notes.append(f"The budget was cut to the {format_size(limit_bytes)} that {why}.")
+    budget_bytes, more = _cut_budget(profile, budget_bytes)
+    notes += more
     fixed = fixed_memory(profile, workload, margin_bytes, budget_bytes)
     base = _decode_problem(profile, workload, available_bytes(fixed, budget_bytes))
     n_threads = workload.n_threads or _best_thread_count(profile, workload, base)
@@ -148,6 +149,21 @@ def static_problem(problem: DecodeProblem) -> tuple[list[int], list[int], list[i
         switch.append(round(c.down[unit.uses[0]] * _NANOSECONDS))
     sizes = [-(-unit.vram_bytes // problem.granule) for unit in problem.units]
     return gains, sizes, switch, [unit.is_expert for unit in problem.units]
+
+
+def _cut_budget(profile: Profile, budget_bytes: int) -> tuple[int, list[str]]:
+    """Return what of the budget the card can give, and a note if that is less."""
+    card_bytes = profile.hardware.gpu.memory_bytes if profile.hardware.gpu is not None else 0
+    free_bytes, why_free = profile.state.gpu_memory_free_bytes, "other programs left free when it was profiled"
+    if free_bytes and profile.state.gpu_has_display:
+        free_bytes = max(1, free_bytes - DISPLAY_RESERVE_BYTES)
+        why_free += f", less {format_size(DISPLAY_RESERVE_BYTES)} for what else a desktop takes"
+    notes = []
+    for limit_bytes, why in ((card_bytes, "the card has"), (free_bytes, why_free)):
+        if 0 < limit_bytes < budget_bytes:
+            budget_bytes = limit_bytes
+            notes.append(f"The budget was cut to the {format_size(limit_bytes)} that {why}.")
+    return budget_bytes, notes
 
 
 def _check_inputs(profile: Profile, workload: Workload) -> list[str]:

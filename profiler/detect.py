@@ -85,18 +85,24 @@ def machine_state(device: str) -> MachineState:
         "load_average": os.getloadavg()[0],
     }
     if device not in ("none", "sim"):
-        with nvml_gpu(device) as (nvml, gpu, _):
+        with nvml_gpu(device) as (nvml, gpu, board):
             facts |= {
                 "device": device,
                 "driver": as_text(nvml.nvmlSystemGetDriverVersion()),
                 "gpu_uuid": as_text(nvml.nvmlDeviceGetUUID(gpu)),
                 "gpu_memory_free_bytes": int(nvml.nvmlDeviceGetMemoryInfo(gpu).free),
+                "gpu_has_display": is_wsl(_ROOT) or bool(_number(nvml, lambda: nvml.nvmlDeviceGetDisplayActive(board))),
                 "gpu_clock_mhz": _number(nvml, lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
                 "gpu_temperature_celsius": _number(
                     nvml, lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
                 ),
             }
     return MachineState(**facts)
+
+
+def is_wsl(root: Path) -> bool:
+    """Tell whether this is Linux under Windows, where Windows has the GPU's driver and draws on it."""
+    return "microsoft" in read_file(root / "proc/version").lower()
 
 
 def detect_cpu(root: Path = _ROOT, affinity: frozenset[int] | None = None) -> Cpu:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import DeviceError
+from planner.memory import DISPLAY_RESERVE_BYTES
 from planner.units import MIB, format_size
 from runtime.control_groups import read_file
 from runtime.identity import cuda_gpu_uuids
@@ -142,7 +143,9 @@ def _vram(nvml: Any, gpu: Any, root: Path) -> Finding:
     text = f"{format_size(memory.free)} of {format_size(memory.total)} free"
     text += f"; held by {', '.join(holders[:5])}{' and others' if len(holders) > 5 else ''}." if holders else "."
     if memory.total - memory.free > MUCH_HELD * memory.total:
-        remedy = f"Close those programs, or plan with --vram {max(memory.free // MIB - 256, 0)}M at most."
+        rest_bytes = memory.free - DISPLAY_RESERVE_BYTES
+        rest = f", or plan with --vram {rest_bytes // MIB}M at most" if rest_bytes > 0 else ""
+        remedy = f"Close those programs{rest}."
         return Finding("VRAM", "warning", text, remedy)
     return Finding("VRAM", "ok", text)
 

@@ -11,7 +11,7 @@ from planner.units import format_size
 from runtime.control_groups import read_file
 from runtime.host_memory import available_memory_bytes
 
-from .detect import BUSY_LOAD_FRACTION, detect_cpu
+from .detect import BUSY_LOAD_FRACTION, detect_cpu, is_wsl
 from .findings import Finding
 
 FAST_CORE_FRACTION = 0.6  # of the largest capacity; slower cores hold the others up
@@ -89,8 +89,7 @@ def _load(root: Path, affinity: frozenset[int], load_average: float) -> Finding:
 
 def _system(root: Path) -> list[Finding]:
     """Under Windows a card that is too full does not fail: its driver pages to system memory, at 2 % of the speed."""
-    version = read_file(root / "proc/version")
-    if "microsoft" not in version.lower():
+    if not is_wsl(root):
         return [Finding("system", "ok", "Linux: a GPU that is too full fails with an error instead of paging.")]
     return [
         Finding(

@@ -15,7 +15,7 @@ from planner.plan import Plan
 from planner.records import from_json, read_record, to_json
 
 from . import child
-from .bindings import Helper, Statistics
+from .bindings import Statistics
 from .engine import Engine, PlanEngine
 from .library import load
 from .nvml import BusyMeter, VramMeter
@@ -97,7 +97,7 @@ def run_task(task: Task) -> Measured:
     else:
         raise AtsplanError("Neither a plan nor settings were given to measure.")
     load_seconds = time.perf_counter() - started
-    vram.watch(engine.pci_bus_id(task.device))
+    vram.watch(library.pci_bus_id)
     with engine, Sampler() as sampler:
         runner = _Runner(engine, sampler, task)
         runner.decode_seconds(0, n_warmup)
@@ -106,8 +106,8 @@ def run_task(task: Task) -> Measured:
                 runner.prefill_seconds(depth)
                 runner.decode_seconds(depth + task.n_prompt, min(N_WARMUP_TOKENS, task.n_generate))
         rounds = [[runner.measure(depth) for depth in task.depths] for _ in range(task.n_repeat)]
-        peak_vram_bytes = vram.used_bytes(engine.accounted_vram_bytes(Helper(library.ats)))
-        with BusyMeter(engine.pci_bus_id(task.device)) as busy:
+        peak_vram_bytes = vram.used_bytes(engine.accounted_vram_bytes())
+        with BusyMeter(library.pci_bus_id) as busy:
             statistics = runner.statistics(task.depths[0])
     return Measured(
         depths=tuple(

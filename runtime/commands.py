@@ -60,9 +60,7 @@ def run_plan(
 
     With a `trace_path`, a trace is written there, also after Ctrl-C, SIGTERM or an error.
     """
-    check_targets(trace_path)
-    if trace_path is not None and plan_path is not None and trace_path.resolve() == plan_path.resolve():
-        raise UsageError(f"{trace_path} is the plan itself.", "Write the trace to another file.")
+    check_targets(trace_path, inputs=[plan_path, model])
     plan_path = plan_path or find_shared_plan(model, detect)
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model)
@@ -82,7 +80,7 @@ def run_plan(
                 f"The context of {engine.n_context} tokens is full. --context-shift goes on and forgets its older half."
             )
         if wants_statistics:
-            figures = replace(figures, peak_vram_bytes=vram.used_bytes(engine.accounted_vram_bytes(engine.helper)))
+            figures = replace(figures, peak_vram_bytes=vram.used_bytes(engine.accounted_vram_bytes()))
             say("\n".join([*describe(figures, plan), *describe_changes(engine.load.changes, is_adaptive=is_adaptive)]))
 
 
@@ -102,7 +100,7 @@ def bench_plan(
     anyway: bool,
 ) -> None:
     """Print a table of what was measured, and write every sample to `json_path`. Raises AtsplanError."""
-    check_targets(json_path)
+    check_targets(json_path, inputs=[plan_path, model])
     depths = parse_depths(depths_text)
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model)
@@ -115,21 +113,17 @@ def bench_plan(
     )  # fmt: skip
     if json_path is not None:
         write_record(json_path, result)
+    _show_bench(result)
+
+
+def show_bench_result(path: Path) -> None:
+    """Print what `bench --json` wrote. Raises InvalidFileError."""
+    _show_bench(read_record(path, BenchResult))
+
+
+def _show_bench(result: BenchResult) -> None:
     Console().print(table(result))
     _write("\n".join(remarks(result)) + "\n")
-
-
-def show_bench_result(path: Path) -> bool:
-    """Print what `bench --json` wrote; return False if the file is something else."""
-    try:
-        is_result = b'"ablations"' in path.read_bytes()
-    except OSError:
-        return False
-    if is_result:
-        result = read_record(path, BenchResult)
-        Console().print(table(result))
-        _write("\n".join(remarks(result)) + "\n")
-    return is_result
 
 
 def pressure_plan(
@@ -143,7 +137,7 @@ def pressure_plan(
     anyway: bool,
 ) -> None:
     """Print what following the load was worth, and write the measurement and its picture. Raises AtsplanError."""
-    check_targets(json_path, png_path)
+    check_targets(json_path, png_path, inputs=[plan_path, model])
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model)
     machine = check_machine(plan, detect, anyway=anyway)
@@ -211,9 +205,11 @@ def open_plan(
     hardware, _ = check_machine(plan, detect, anyway=anyway)
     vram = VramMeter()
     library = load(plan.device, say)
-    free, total = Helper(library.ats).device_memory()
-    available_bytes = available_memory_bytes()
-    verify.check_memory(plan, free if total else None, available_bytes or None)
+    vram.watch(library.pci_bus_id)
+    free_bytes = vram.free_before_bytes
+    if plan.is_simulated:
+        free_bytes = Helper(library.ats).device_memory()[0] or None
+    verify.check_memory(plan, free_bytes, available_memory_bytes() or None)
     with _loading(model_path) as on_progress:
         engine = PlanEngine(
             library, model_path, plan, is_adaptive=is_adaptive, keeps_trace=keeps_trace, on_progress=on_progress
@@ -227,7 +223,6 @@ def open_plan(
             )
         if engine.unsupported_ops:
             say(f"Warning: the GPU leaves to the CPU what it cannot compute: {', '.join(engine.unsupported_ops)}.")
-        vram.watch(engine.pci_bus_id(plan.device))
         yield engine, vram, hardware
 
 
@@ -237,7 +232,7 @@ def _traced(engine: PlanEngine, plan: Plan, hardware: Hardware, path: Path | Non
     if path is None:
         yield
         return
-    with orderly_end(), CardWatch(engine.pci_bus_id(plan.device)) as card:
+    with orderly_end(), CardWatch(engine.library.pci_bus_id) as card:
         try:
             yield
         finally:

@@ -46,6 +46,8 @@ class Engine:
         self, library: Library, model_path: Path, settings: LoadSettings, *, on_progress: OnProgress | None = None
     ) -> None:
         """Load the model. Raises DeviceError, with everything freed, if memory or the file does not allow it."""
+        self.library = library
+        self.helper = Helper(library.ats)
         self._ggml = Ggml(library.ggml)
         self._device_types = {self._ggml.buffer_type_name(device) for device in settings.devices}
         self._log = CapturedLog()
@@ -121,15 +123,11 @@ class Engine:
         """Wait until everything that was evaluated is computed."""
         llama_cpp.llama_synchronize(self._context)
 
-    def pci_bus_id(self, device: str) -> str:
-        """Return the address of the card called `device` ("cuda0"); "" for a simulated one."""
-        return "" if device == "sim" else self._ggml.pci_bus_id(device.upper())
-
-    def accounted_vram_bytes(self, helper: Helper) -> int:
+    def accounted_vram_bytes(self) -> int:
         """Return the VRAM that llama.cpp holds: weights, KV cache and compute buffers."""
         return sum(
             row.model_bytes + row.context_bytes + row.compute_bytes
-            for row in helper.memory_breakdown(self._context)
+            for row in self.helper.memory_breakdown(self._context)
             if row.buffer_type in self._device_types
         )
 
@@ -267,14 +265,14 @@ class PlanEngine(Engine):
         If `is_adaptive`, weights move between link and CPU as their speeds change; see `load`. Host weights beyond
         `max_pinned_bytes` are pageable; None keeps a tenth of the available memory free to swap.
         """
-        self.helper = Helper(library.ats)
+        helper = Helper(library.ats)
         host_names = set(placement.host_weight_names(plan.placements))
-        self.helper.set_classes((p.name, p.decode, p.prefill) for p in plan.placements if p.name in host_names)
+        helper.set_classes((p.name, p.decode, p.prefill) for p in plan.placements if p.name in host_names)
         for name, value in placement.device_options(plan).items():
-            self.helper.set_option(name, value)
+            helper.set_option(name, value)
         if max_pinned_bytes is None:
             max_pinned_bytes = round(MAX_PINNED_FRACTION * available_memory_bytes())
-        self.helper.set_option("max_pinned_bytes", max_pinned_bytes)
+        helper.set_option("max_pinned_bytes", max_pinned_bytes)
         super().__init__(library, model_path, placement.load_settings(plan), on_progress=on_progress)
         try:
             pinned_type = self._ggml.buffer_type_name(HOST_DEVICE)
@@ -316,10 +314,10 @@ class PlanEngine(Engine):
     def statistics(self, *, reset: bool = False) -> Statistics:
         return self.helper.statistics(reset=reset)
 
-    def accounted_vram_bytes(self, helper: Helper) -> int:
+    def accounted_vram_bytes(self) -> int:
         """Return the VRAM that llama.cpp, the ring and cached experts hold."""
-        counters = helper.statistics()
-        return super().accounted_vram_bytes(helper) + counters.ring_bytes + counters.expert_bytes
+        counters = self.statistics()
+        return super().accounted_vram_bytes() + counters.ring_bytes + counters.expert_bytes
 
     def _native_error(self) -> str:
         return self.helper.last_error

@@ -21,7 +21,7 @@ from . import placement, verify
 from .build import native_helper
 from .cli import Target
 from .export_script import python_script
-from .library import GPU_QUEUES, HOST_DEVICE, HYBRID_DEVICE
+from .library import GPU_QUEUES, HOST_DEVICE, HYBRID_DEVICE, ggml_name
 from .session import ALL_LAYERS
 
 HOST_BUFFER_TYPE = "ATS_Host"  # the default buffer type of HOST_DEVICE, as -ot knows it
@@ -49,7 +49,7 @@ def export_plan(plan_path: Path, target: Target, model: Path | None, *, static: 
     write_text(settings_path, settings_text(plan))
     environment = {
         "GGML_BACKEND_PATH": str(native_helper()),
-        "ATSPLAN_DEVICE": plan.device if plan.device == "sim" else plan.device.upper(),
+        "ATSPLAN_DEVICE": ggml_name(plan.device),
         "ATSPLAN_SETTINGS": str(settings_path),
     }
     if plan.device != "sim":
@@ -70,7 +70,7 @@ def settings_text(plan: Plan) -> str:
 
 
 def _render(plan: Plan, target: Target, model: Path, environment: dict[str, str], buffer_type: str) -> str:
-    inner = "" if plan.device == "sim" else plan.device.upper()
+    inner = "" if plan.device == "sim" else ggml_name(plan.device)
     device = HYBRID_DEVICE if environment else inner
     patterns = [override.pattern for override in placement.load_settings(plan).overrides]
     if target is Target.PYTHON:

@@ -29,6 +29,11 @@ class Library:
     ats: ctypes.CDLL
     ggml: ctypes.CDLL
 
+    @property
+    def pci_bus_id(self) -> str:
+        """The address of the card; "" for a simulated one."""
+        return "" if self.device == "sim" else Ggml(self.ggml).pci_bus_id(ggml_name(self.device))
+
 
 # ggml registers a plug-in once per process and never lets it go, so this mirrors a state that exists anyway.
 _loaded: list[Library] = []
@@ -54,18 +59,20 @@ def load(device: str, report: Report = lambda message: None) -> Library:
 def _load(device: str, path: Path) -> Library:
     import llama_cpp._ggml
 
-    os.environ["ATSPLAN_DEVICE"] = device if device == "sim" else device.upper()
+    os.environ["ATSPLAN_DEVICE"] = ggml_name(device)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", GPU_QUEUES)
     os.environ.pop("ATSPLAN_SETTINGS", None)  # for llama.cpp's own programs, of some exported plan: not of this one
     ggml = ctypes.CDLL("libggml.so", handle=llama_cpp._ggml.libggml._handle)
     ggml.ggml_backend_load.restype = ctypes.c_void_p
     ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
-    with CapturedLog():  # CUDA introduces itself when it is first asked
+    with CapturedLog() as log:  # CUDA introduces itself when it is first asked, or says what it lacks
         present = Ggml(ggml).devices()
-    if device != "sim" and device.upper() not in present:
+    if device != "sim" and ggml_name(device) not in present:
+        problem = last_problem(log)
         raise DeviceError(
-            f"llama.cpp finds no device {device} here, only {', '.join(name.lower() for name in present)}.",
-            "Use --device sim, or install llama-cpp-python with CUDA.",
+            f"llama.cpp finds no device {device} here, only {', '.join(name.lower() for name in present)}"
+            f"{f': {problem}' if problem else ''}.",
+            "Use --device sim, or install llama-cpp-python with CUDA. `atsplan doctor` tells what is missing.",
         )
     try:
         ats = ctypes.CDLL(str(path))
@@ -80,6 +87,11 @@ def _load(device: str, path: Path) -> Library:
             "Use --device sim where there is no supported GPU.",
         )
     return Library(device, ats, ggml)
+
+
+def ggml_name(device: str) -> str:
+    """Return what ggml calls a device: "CUDA0" for "cuda0". The simulated one, which it does not know, stays "sim"."""
+    return device if device == "sim" else device.upper()
 
 
 def _check_versions(ats: ctypes.CDLL, path: Path) -> None:

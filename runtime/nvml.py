@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -17,22 +18,26 @@ class VramMeter:
     """Measures one card against what was in use before llama.cpp touched it; create it before `load`."""
 
     def __init__(self) -> None:
-        self._before = used_vram_bytes()
+        self._before = vram()
         self._address = ""
 
     def watch(self, pci_bus_id: str) -> None:
         """Say which card runs the model; "" for a simulated one."""
         self._address = pci_bus_id
 
+    @property
+    def free_before_bytes(self) -> int | None:
+        """What was free before, or None where NVML cannot tell."""
+        before = self._before.get(self._address)
+        return before.free_bytes if before else None
+
     def used_bytes(self, accounted_bytes: int) -> int:
         """Return what is in use now beyond what was before, or `accounted_bytes` where NVML cannot tell.
 
         Everything is allocated by the first prompt and the first tokens, and kept: read it after those.
         """
-        now = used_vram_bytes()
-        if self._address not in now:
-            return accounted_bytes
-        return max(0, now[self._address] - self._before.get(self._address, 0))
+        now, before = vram().get(self._address), self._before.get(self._address)
+        return max(0, now.used_bytes - before.used_bytes) if now and before else accounted_bytes
 
 
 class BusyMeter:
@@ -68,13 +73,22 @@ class BusyMeter:
                     return
 
 
-def used_vram_bytes() -> dict[str, int]:
-    """Return the bytes in use on every NVIDIA GPU, all processes together, by PCI address ("0000:c1:00.0")."""
+@dataclass(frozen=True)
+class Vram:
+    """Of one card, all processes together."""
+
+    used_bytes: int
+    free_bytes: int
+
+
+def vram() -> dict[str, Vram]:
+    """Return what is in use and free on every NVIDIA GPU, by PCI address ("0000:c1:00.0")."""
     with gpu_handles() as gpus:
         try:
-            return {address: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for address, handle in gpus.items()}
+            found = {address: pynvml.nvmlDeviceGetMemoryInfo(handle) for address, handle in gpus.items()}
         except pynvml.NVMLError:
             return {}
+    return {address: Vram(int(memory.used), int(memory.free)) for address, memory in found.items()}
 
 
 @contextmanager

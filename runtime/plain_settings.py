@@ -13,7 +13,7 @@ from planner.records import from_json, to_json
 
 from . import child
 from .bindings import Ggml, Helper
-from .library import load
+from .library import ggml_name, load
 from .placement import group_names
 from .session import ALL_LAYERS, LoadSettings, Override, open_context, open_model
 
@@ -69,7 +69,7 @@ def _find(search: Search) -> Candidates:
     if search.device == "sim":
         found = [Candidate(f"CPU only{how}", replace(base, use_repacking=bool(how))) for how in ("", ", repacked")]
     else:
-        found = _fitted(search, replace(base, devices=(search.device.upper(),)))
+        found = _fitted(search, replace(base, devices=(ggml_name(search.device),)))
     return Candidates(
         tuple(
             Candidate(f"{item.name}, {'mmap' if use_mmap else 'no mmap'}", replace(item.settings, use_mmap=use_mmap))
@@ -82,7 +82,7 @@ def _find(search: Search) -> Candidates:
 def _fitted(search: Search, base: LoadSettings) -> list[Candidate]:
     library = load(search.device)
     ggml, helper = Ggml(library.ggml), Helper(library.ats)
-    device_type = ggml.buffer_type_name(search.device.upper())
+    device_type = ggml.buffer_type_name(ggml_name(search.device))
     path = Path(search.model_path)
     n_layers = read_model_info(path).n_layers + 1  # the output counts as one
     ffn = [tensor.name for tensor in read_gguf(path).tensors if _FFN.search(tensor.name)]

@@ -80,7 +80,7 @@ def run_task(task: Task) -> Answer:
         engine = stack.enter_context(
             PlanEngine(load(plan.device), Path(task.model_path), plan, is_adaptive=task.is_adaptive, keeps_trace=True)
         )
-        card = stack.enter_context(CardWatch(engine.pci_bus_id(plan.device)))
+        card = stack.enter_context(CardWatch(engine.library.pci_bus_id))
         for processes in loads.values():
             processes.wait_ready()
         decoder = _Decoder(engine)

@@ -30,6 +30,8 @@ ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 ALL_LAYERS = 9999  # more than any model has; llama.cpp takes what there is
 
+_LOG_LEVEL_ERROR = 4  # ggml's
+
 # llama.cpp takes 32-bit numbers as they come: it crashes on larger ones, and takes 0 for "as you like".
 _LIMITS = {"n_context": 2**31 - 1, "n_ubatch": 2**20, "n_threads": 512}
 
@@ -75,8 +77,15 @@ class _BufferTypeOverride(ctypes.Structure):
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
-def _discard(_level: int, _text: bytes, _user: Any) -> None:
+def _discard(level: int, text: bytes, _user: Any) -> None:
     """Swallow llama.cpp's messages outside of `CapturedLog`."""
+    _leave_behind(level, text)
+
+
+def _leave_behind(level: int, text: bytes) -> None:
+    """Write an error where it outlives this process, which ggml may end next, giving no other reason."""
+    if level == _LOG_LEVEL_ERROR:
+        os.write(2, text)
 
 
 class CapturedLog:
@@ -86,7 +95,8 @@ class CapturedLog:
         self._lines: deque[str] = deque(maxlen=200)
 
         @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
-        def collect(_level: int, text: bytes, _user: Any) -> None:
+        def collect(level: int, text: bytes, _user: Any) -> None:
+            _leave_behind(level, text)
             self._lines.append(text.decode(errors="replace"))
 
         self._collect = collect

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import signal
 import sys
@@ -101,7 +102,10 @@ def _explain(number: int, problem: str) -> DeviceError:
             "The system ended atsplan (SIGKILL): it probably ran out of host memory.",
             "Close programs, or solve again with a larger --vram.",
         )
-    return DeviceError(
-        f"llama.cpp gave up ({name}): {problem or 'it gave no reason'}",
-        "The model file may be damaged, or use something that this llama.cpp cannot compute.",
-    )
+    if re.search(r"out of memory|unable to allocate", problem):
+        remedy = "Close what uses the GPU, or solve again with a smaller --vram."
+    elif "CUDA" in problem:
+        remedy = "Run atsplan doctor; the driver, the card or llama-cpp-python's CUDA build may be at fault."
+    else:
+        remedy = "The model file may be damaged, or use something that this llama.cpp cannot compute."
+    return DeviceError(f"llama.cpp gave up ({name}): {problem or 'it gave no reason'}", remedy)

@@ -53,11 +53,15 @@ def check_software(plan: Plan, software: Software) -> None:
 
 
 def check_memory(plan: Plan, free_vram_bytes: int | None, available_host_bytes: int | None) -> None:
-    """Raise DeviceError, naming the missing bytes, if the plan does not fit now. None: unknown."""
+    """Raise DeviceError, naming the missing bytes, if the plan does not fit now. None: unknown.
+
+    `free_vram_bytes` is what was free before CUDA took anything.
+    """
     vram = plan.vram  # a plan that people have edited may place more than it says
     ring_bytes = max(vram.ring_bytes, plan.largest_streamed_bytes)
     weights_bytes = max(vram.weights_bytes, sum(item.size_bytes for item in plan.placements if item.is_resident))
-    needed = weights_bytes + vram.context_bytes + vram.compute_bytes + ring_bytes + vram.experts_bytes
+    working_bytes = vram.context_bytes + vram.compute_bytes + vram.overhead_bytes
+    needed = weights_bytes + working_bytes + ring_bytes + vram.experts_bytes
     if free_vram_bytes is not None and needed > free_vram_bytes:
         raise DeviceError(
             f"The plan needs {format_size(needed)} of VRAM, {format_size(needed - free_vram_bytes)} more than is free.",

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from planner.errors import DeviceError, MismatchError
 from planner.plan import Placement, WeightClass
 from profiler.synthetic_model import write_synthetic_model
-from runtime.bindings import Helper
 from runtime.engine import Engine, PlanEngine
 from runtime.inspect_model import Inspection, inspect_model
 from runtime.library import Library, load
@@ -143,7 +142,7 @@ def test_memory_is_what_inspection_said(library: Library, smollm2: Path, inspect
     with PlanEngine(library, smollm2, plan) as engine:
         engine.evaluate(PROMPT)
         expected = inspected.device_weights_bytes + case.context_bytes + case.compute_bytes
-        assert engine.accounted_vram_bytes(engine.helper) == expected
+        assert engine.accounted_vram_bytes() == expected
 
 
 def test_inspection_lists_every_weight_once_and_the_tied_matrix_twice(inspected: Inspection) -> None:
@@ -236,4 +235,4 @@ def test_characters_split_over_tokens_are_joined(library: Library, smollm2: Path
 
 def test_plain_llama_on_the_cpu_takes_no_vram(library: Library, smollm2: Path) -> None:
     with Engine(library, smollm2, SETTINGS) as engine:
-        assert engine.accounted_vram_bytes(Helper(library.ats)) == 0
+        assert engine.accounted_vram_bytes() == 0

@@ -133,6 +133,7 @@ class FakeGpu:
     capability: tuple[int, int]
     link: tuple[int, int] | None  # None: the driver does not tell
     board: FakeGpu | None = None  # of a MIG instance
+    has_display: bool | None = None  # None: the driver does not tell
 
 
 @dataclass
@@ -175,6 +176,11 @@ class FakeNvml:
 
     def nvmlDeviceGetCudaComputeCapability(self, gpu: FakeGpu) -> tuple[int, int]:
         return gpu.capability
+
+    def nvmlDeviceGetDisplayActive(self, gpu: FakeGpu) -> int:
+        if gpu.has_display is None:
+            raise FakeNvmlError("Not Supported")
+        return int(gpu.has_display)
 
     def nvmlDeviceGetMaxPcieLinkGeneration(self, gpu: FakeGpu) -> int:
         return self._link(gpu)[0]
@@ -236,6 +242,20 @@ def test_the_state_of_a_gpu(nvml: FakeNvml) -> None:
     assert (state.device, state.driver, state.gpu_uuid) == ("cuda0", "580.1", f"GPU-{NEW}")
     assert state.gpu_memory_free_bytes == 22000 * MIB
     assert (state.gpu_clock_mhz, state.gpu_temperature_celsius) == (1980, 0)
+    assert not state.gpu_has_display
+
+
+def test_a_desktop_is_noticed(nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu in nvml.gpus:
+        gpu.has_display = True
+    assert detect.machine_state("cuda0").gpu_has_display
+    for gpu in nvml.gpus:
+        gpu.has_display = None
+    assert not detect.machine_state("cuda0").gpu_has_display
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/version").write_text("Linux version 6.6.87.2-microsoft-standard-WSL2")
+    monkeypatch.setattr(detect, "_ROOT", tmp_path)
+    assert detect.machine_state("cuda0").gpu_has_display
 
 
 def test_devices_are_resolved(nvml: FakeNvml) -> None:

@@ -220,6 +220,10 @@ def test_budget_is_cut_to_what_was_free() -> None:
     assert plan.vram.budget_bytes == 21 * GIB
     assert any("cut to the 21.00 GiB that other programs left free" in note for note in plan.notes)
     assert solve(desktop, 20 * GIB, QUICK).vram.budget_bytes == 20 * GIB
+    shown = replace(desktop, state=replace(desktop.state, gpu_has_display=True))
+    plan = solve(shown, 22 * GIB, QUICK)
+    assert plan.vram.budget_bytes == 21 * GIB - 256 * MIB
+    assert any("left free when it was profiled, less 256 MiB for what else" in note for note in plan.notes)
 
 
 def test_nearly_everything_is_decided_in_a_very_small_model() -> None:

@@ -96,5 +96,9 @@ def test_memory(plan: Plan) -> None:
         check_memory(each, None, 3 << 20)
         with pytest.raises(DeviceError, match=r"needs 4\.0 MiB of VRAM, 0\.5 MiB more than is free"):
             check_memory(each, 7 << 19, 3 << 20)
+    with_driver = replace(needy, vram=replace(needy.vram, overhead_bytes=1 << 20))
+    check_memory(with_driver, 5 << 20, 3 << 20)
+    with pytest.raises(DeviceError, match=r"needs 5\.0 MiB of VRAM, 1\.0 MiB more than is free"):
+        check_memory(with_driver, 4 << 20, 3 << 20)
     with pytest.raises(DeviceError, match=r"keeps 3\.0 MiB of weights in host memory, 1\.0 MiB more"):
         check_memory(needy, None, 2 << 20)

@@ -53,6 +53,17 @@ def test_the_child_has_stdout_stderr_and_the_exit_status() -> None:
             "os.write(2, b'/a/ops.cpp:41: GGML_ASSERT(eps >= 0.0f) failed\\nnoise\\n'); os.abort()",
             "llama.cpp gave up (SIGABRT): GGML_ASSERT(eps >= 0.0f) failed The model file may be damaged",
         ),
+        (
+            # As ggml's CUDA backend ends a process: the reason goes to the log, and the abort does not repeat it.
+            "import ctypes, llama_cpp._ggml\n"
+            "from runtime.session import CapturedLog\n"
+            "ggml = ctypes.CDLL('libggml.so', handle=llama_cpp._ggml.libggml._handle)\n"
+            "with CapturedLog():\n"
+            "    ggml.ggml_log_internal(4, b'CUDA error: out of memory\\n')\n"
+            "    ggml.ggml_log_internal(4, b'  current device: 0\\n')\n"
+            "    ggml.ggml_abort(b'/a/ggml-cuda.cu', 109, b'CUDA error')",
+            "llama.cpp gave up (SIGABRT): CUDA error: out of memory Close what uses the GPU",
+        ),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "llama.cpp gave up (SIGSEGV): it gave no reason"),
         ("os.kill(os.getpid(), signal.SIGFPE)", "llama.cpp gave up (SIGFPE)"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "ended atsplan (SIGKILL): it probably ran out of host memory"),
