@@ -93,11 +93,11 @@ def describe(model: "Path", n_context: int, n_ubatch: int) -> "Profile":
     return describe_model(model, n_context, n_ubatch)
 
 
-def show_bench_result(path: "Path") -> bool:
-    """Show what `bench --json` wrote, which only the runtime can read; return False if the file is something else."""
+def show_bench_result(path: "Path") -> None:
+    """Print what `bench --json` wrote, which only the runtime can read."""
     from runtime.commands import show_bench_result
 
-    return show_bench_result(path)
+    show_bench_result(path)
 
 
 def _report(error: Exception) -> int:

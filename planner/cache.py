@@ -59,14 +59,9 @@ def find_profile(
 
     `thread_counts` need only be among those measured. What is found becomes the last profile.
     """
-    hardware = _digest(hardware_fingerprint) if hardware_fingerprint is not None else "*"
-    for path in _newest_first("profiles", f"{_digest(model_fingerprint)}-{hardware}-*.v{PROFILE_SCHEMA_VERSION}.json"):
-        profile = _load(path, Profile)
+    for path, profile in _profiles(model_fingerprint, hardware_fingerprint):
         if (
-            profile is not None
-            and profile.model.fingerprint == model_fingerprint
-            and (hardware_fingerprint is None or profile.hardware.fingerprint == hardware_fingerprint)
-            and (software is None or profile.software == software)
+            (software is None or profile.software == software)
             and (n_context is None or profile.n_context == n_context)
             and (n_ubatch is None or profile.n_ubatch == n_ubatch)
             and (thread_counts is None or set(thread_counts) <= set(profile.thread_counts))
@@ -76,6 +71,24 @@ def find_profile(
             _touch(path)
             return profile
     return None
+
+
+def profiles(model_fingerprint: str, hardware_fingerprint: str) -> Iterator[Profile]:
+    """Yield the profiles of a model on a machine, the newest first."""
+    for _, profile in _profiles(model_fingerprint, hardware_fingerprint):
+        yield profile
+
+
+def _profiles(model_fingerprint: str, hardware_fingerprint: str | None) -> Iterator[tuple[Path, Profile]]:
+    hardware = _digest(hardware_fingerprint) if hardware_fingerprint is not None else "*"
+    for path in _newest_first("profiles", f"{_digest(model_fingerprint)}-{hardware}-*.v{PROFILE_SCHEMA_VERSION}.json"):
+        profile = _load(path, Profile)
+        if (
+            profile is not None
+            and profile.model.fingerprint == model_fingerprint
+            and (hardware_fingerprint is None or profile.hardware.fingerprint == hardware_fingerprint)
+        ):
+            yield path, profile
 
 
 def last_profile() -> Profile | None:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from . import cache, library
-from .errors import AtsplanError, InfeasibleError, InvalidFileError, MismatchError, UsageError
+from .errors import AtsplanError, InfeasibleError, UsageError
 from .examples import examples
 from .gguf_model import read_model_info
 from .measurements import ModelInfo, Profile
@@ -20,7 +20,7 @@ from .plan import Plan
 from .plans_cli import Here
 from .plans_cli import register as register_plans
 from .pressure import PressureResult
-from .records import read_record, to_json, write_record
+from .records import check_targets, kind_of_file, read_record, to_json, write_record
 from .trace import Trace
 from .units import parse_size
 from .workload import PRESETS, Workload, parse_kv_types
@@ -83,13 +83,13 @@ Objective = Annotated[ObjectiveChoice, typer.Option(help="joint: CPU, link and G
 
 def register(
     app: typer.Typer,
-    here: Here | None = None,
-    describe: Describe | None = None,
-    show_other: Callable[[Path], bool] = lambda _: False,
+    here: Here,
+    describe: Describe,
+    show_bench_result: Callable[[Path], None],
 ) -> None:
     """Add the commands to `app`. `here` tells what machine this is, `describe` what a model consists of.
 
-    `show_other` shows a file of a kind that only another layer knows, and returns whether it did.
+    `show_bench_result` prints what only the layer that measures it can read.
     """
     register_plans(app, here)
 
@@ -117,8 +117,9 @@ def register(
         force: Annotated[bool, typer.Option("--force", help="Solve even if the plan is cached.")] = False,
     ) -> None:
         """Place every tensor of a profiled model under a VRAM budget."""
+        check_targets(out, inputs=[source, hardware_file])
         budget_bytes, kv_types = parse_size(vram), parse_kv_types(kv_type)
-        profile = find_source(source, here, hardware_file, describe)
+        profile = find_source(source, hardware_file, here, describe)
         workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate, kv_types)
         plan, is_cached = solve_cached(profile, budget_bytes, workload, objective, check=check, force=force)
         write_record(out, plan)
@@ -151,8 +152,9 @@ def register(
         """Predict the speed for a range of VRAM budgets, also beyond the card at hand."""
         from . import sweep as sweeping
 
+        check_targets(png, inputs=[source, hardware_file])
         budgets, kv_types = sweeping.parse_range(vram, n_steps), parse_kv_types(kv_type)
-        profile = sweeping.with_memory(find_source(source, here, hardware_file, describe), budgets[-1])
+        profile = sweeping.with_memory(find_source(source, hardware_file, here, describe), budgets[-1])
         workload = make_workload(profile, n_context, n_threads, preset, n_prompt, n_generate, kv_types)
         console = Console()
         points = []
@@ -193,41 +195,32 @@ def register(
 
         if (file is None) == (trace_file is None):
             raise UsageError("There is one file to show.", "Name a plan, a profile or a trace.")
-        kinds = (Plan, Profile, Trace, PressureResult) if file else (Trace,)
-        file = file or trace_file
-        assert file is not None
-        try:
-            record = library.read_one_of(file, *kinds)
-        except InvalidFileError:
-            if show_other(file):
-                if timeline or html or png:
-                    raise UsageError(f"{file} can be shown in the terminal only.", "Name a plan to draw.") from None
-                return
-            raise
-        if (timeline or profile_file) and not isinstance(record, Plan):
-            raise UsageError(f"{file} has no timeline and needs no profile.", "Show a plan.")
-        if isinstance(record, Profile):
-            show_profile(record, html=html, png=png)
-            return
-        if isinstance(record, Trace):
-            show_trace(record, html=html, png=png)
-            return
-        if isinstance(record, PressureResult):
-            show_pressure(record, html=html, png=png)
-            return
-        wants_profile = timeline or html or png
-        profile = read_record(profile_file, Profile) if profile_file else None
-        if profile is None and wants_profile:
-            profile = library.find_profile_of(record, file)
-        show_plan(record, profile, timeline=timeline, html=html, png=png)
+        kind = kind_of_file(file) if file else "trace"
+        path = file or trace_file
+        assert path is not None
+        check_targets(html, png, inputs=[path, profile_file])
+        if (timeline or profile_file) and kind not in ("plan", ""):
+            raise UsageError(f"{path} has no timeline and needs no profile.", "Show a plan.")
+        match kind:
+            case "profile":
+                show_profile(read_record(path, Profile), html=html, png=png)
+            case "trace":
+                show_trace(read_record(path, Trace), html=html, png=png)
+            case "pressure result":
+                show_pressure(read_record(path, PressureResult), html=html, png=png)
+            case "bench result":
+                if html or png:
+                    raise UsageError(f"{path} can be shown in the terminal only.", "Name a plan to draw.")
+                show_bench_result(path)
+            case _:
+                plan = read_record(path, Plan)
+                profile = read_record(profile_file, Profile) if profile_file else None
+                if profile is None and (timeline or html or png):
+                    profile = library.find_profile_of(plan, path)
+                show_plan(plan, profile, timeline=timeline, html=html, png=png)
 
 
-def find_source(
-    source: Path | None,
-    here: Here | None = None,
-    hardware_file: Path | None = None,
-    describe: Describe | None = None,
-) -> Profile:
+def find_source(source: Path | None, hardware_file: Path | None, here: Here, describe: Describe) -> Profile:
     """Return the profile that the arguments mean: a file, the last one, or a model's from the cache or the library.
 
     `hardware_file` is a profile measured on the machine to plan for. Raises AtsplanError.
@@ -240,10 +233,8 @@ def find_source(
         model = described.model if described else read_model_info(source)
         if model.fingerprint == profile.model.fingerprint:
             return profile
-        if described is None and describe is not None:
-            described = describe(source, profile.n_context, profile.n_ubatch)
         if described is None:
-            raise MismatchError(f"{hardware_file} is a profile of {profile.model.name}, not of {model.name}.")
+            described = describe(source, profile.n_context, profile.n_ubatch)
         from .borrowed import borrow
 
         return borrow(described, profile)
@@ -258,23 +249,22 @@ def find_source(
     return cache.find_profile(model.fingerprint) or find_shared_profile(model, source, here)
 
 
-def find_shared_profile(model: ModelInfo, path: Path, here: Here | None) -> Profile:
+def find_shared_profile(model: ModelInfo, path: Path, here: Here) -> Profile:
     """Return the library's profile of the model on this very machine. Raises AtsplanError that names the nearest."""
     remedy = f"Run: atsplan profile {path}"
-    if here is not None:
-        hardware = here()
-        found = library.nearest(
-            [entry for entry in library.profiles() if entry.record.model.fingerprint == model.fingerprint], hardware
+    hardware = here()
+    found = library.nearest(
+        [entry for entry in library.profiles() if entry.record.model.fingerprint == model.fingerprint], hardware
+    )
+    if found:
+        different = library.differences(found[0].record.hardware, hardware)
+        if not different:
+            typer.echo(f"Using the shared profile {found[0].path}.", err=True)
+            return found[0].record
+        remedy += (
+            f" (or, to plan for another machine, {'; '.join(different)}: "
+            f"atsplan solve --hardware {found[0].path} --vram 6G)"
         )
-        if found:
-            different = library.differences(found[0].record.hardware, hardware)
-            if not different:
-                typer.echo(f"Using the shared profile {found[0].path}.", err=True)
-                return found[0].record
-            remedy += (
-                f" (or, to plan for another machine, {'; '.join(different)}: "
-                f"atsplan solve --hardware {found[0].path} --vram 6G)"
-            )
     raise AtsplanError(f"{model.name} was not profiled yet.", remedy)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -9,14 +10,14 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from . import cache
 from .errors import AtsplanError, InvalidFileError
 from .hardware import Gpu, Hardware
 from .measurements import Profile
 from .plan import Plan
-from .records import read_record, write_record
+from .records import kind_of_file, read_record, write_record
 from .units import GIB, MIB
 
 logger = logging.getLogger(__name__)
@@ -69,24 +70,8 @@ def read_library_file(path: Path) -> Plan | Profile | None:
 
 
 def read_plan_or_profile(path: Path) -> Plan | Profile:
-    """Return what the file holds. A broken file is reported as what it most resembles."""
-    record: Plan | Profile = read_one_of(path, Plan, Profile)
-    return record
-
-
-def read_one_of(path: Path, *kinds: type[Any]) -> Any:
-    """Return the record in the file, which is of one of `kinds`. A broken file is reported as what it most resembles.
-
-    Raises InvalidFileError.
-    """
-    errors: list[InvalidFileError] = []
-    for kind in kinds:
-        try:
-            return read_record(path, kind)
-        except InvalidFileError as error:
-            errors.append(error)
-    named = (e for e, kind in zip(errors, kinds, strict=True) if f": not a {kind.__name__.lower()}: " not in str(e))
-    raise next(named, errors[0])
+    """Return what the file holds. Raises InvalidFileError; a broken file is reported as what it seems to be."""
+    return read_record(path, Profile) if kind_of_file(path) == "profile" else read_record(path, Plan)
 
 
 def plans() -> Iterator[Entry[Plan]]:
@@ -151,35 +136,39 @@ def distance(there: Hardware, here: Hardware) -> float:
     return total + 3 * _octaves(_link_rate(there.gpu), _link_rate(here.gpu))
 
 
-def profile_of(plan: Plan, *in_folders: Path) -> Profile | None:
+def profile_of(plan: Plan, *in_folders: Path) -> Entry[Profile] | None:
     """Return the profile that the plan was made from: in one of the folders, or None."""
     for path in (path for folder in in_folders for path in sorted(folder.glob(f"{PROFILE_PREFIX}*.json"))):
         try:
             profile = read_record(path, Profile)
         except InvalidFileError:
             continue
-        if (
-            profile.model.fingerprint == plan.model.fingerprint
-            and profile.hardware.fingerprint == plan.hardware.fingerprint
-            and profile.n_ubatch == plan.workload.n_ubatch
-            and plan.workload.n_threads in profile.thread_counts
-            and profile.is_simulated == plan.is_simulated
-            and plan.profiled_at in ("", profile.state.taken_at)
-        ):
-            return profile
+        if is_profile_of(plan, profile):
+            return Entry(path, profile)
     return None
+
+
+def is_profile_of(plan: Plan, profile: Profile) -> bool:
+    """Tell whether the plan was made from this profile, as far as can be seen."""
+    return (
+        profile.model.fingerprint == plan.model.fingerprint
+        and profile.hardware.fingerprint == plan.hardware.fingerprint
+        and profile.n_ubatch == plan.workload.n_ubatch
+        and plan.workload.n_threads in profile.thread_counts
+        and profile.is_simulated == plan.is_simulated
+        and plan.profiled_at in ("", profile.state.taken_at)
+    )
 
 
 def find_profile_of(plan: Plan, plan_path: Path) -> Profile | None:
     """Return the plan's profile from beside it, from the cache or from the library, or None."""
-    return (
-        profile_of(plan, plan_path.parent)
-        or cache.find_profile(
-            plan.model.fingerprint, plan.hardware.fingerprint, n_ubatch=plan.workload.n_ubatch,
-            thread_counts=(plan.workload.n_threads,), is_simulated=plan.is_simulated,
-        )
-        or profile_of(plan, *(folder / place_of(plan) for folder in folders()))
-    )  # fmt: skip
+    if beside := profile_of(plan, plan_path.parent):
+        return beside.record
+    for profile in cache.profiles(plan.model.fingerprint, plan.hardware.fingerprint):
+        if is_profile_of(plan, profile):
+            return profile
+    shared = profile_of(plan, *(folder / place_of(plan) for folder in folders()))
+    return shared.record if shared else None
 
 
 def place_of(record: Plan | Profile) -> Path:
@@ -204,8 +193,8 @@ def add(record: Plan | Profile, name: str = "") -> Path:
     else:
         name = name or f"{_short(record.vram.budget_bytes)}-{_thousands(record.workload.n_context)}"
     path = own_folder() / place_of(record) / f"{name.removesuffix('.json')}.json"
-    if kind_of(path) is not type(record):
-        raise AtsplanError(f"A {type(record).__name__.lower()} cannot be called {path.name}.", "Choose another --name.")
+    if kind_of(path) is not type(record) or Path(name).name != name:
+        raise AtsplanError(f"A {type(record).__name__.lower()} cannot be called {name}.", "Choose another --name.")
     if path.exists():
         if read_record(path, type(record)) != record:
             raise AtsplanError(f"{path} is there already, with other content.", "Choose another --name.")
@@ -216,6 +205,18 @@ def add(record: Plan | Profile, name: str = "") -> Path:
         raise AtsplanError(f"Cannot create {path.parent}: {error.strerror}.", "Set ATSPLAN_PLANS.") from error
     write_record(path, record)
     return path
+
+
+def add_profile_of(plan: Plan, profile: Profile) -> Path:
+    """Write the plan's profile into the user's own folder, if it is not there, under a free name. Return its file.
+
+    Raises AtsplanError.
+    """
+    folder = own_folder() / place_of(plan)
+    if there := profile_of(plan, folder):
+        return there.path
+    names = itertools.chain([PROFILE_PREFIX], (f"{PROFILE_PREFIX}-{n}" for n in itertools.count(2)))
+    return add(profile, next(name for name in names if not (folder / f"{name}.json").exists()))
 
 
 def _slug(text: str) -> str:

@@ -24,7 +24,7 @@ _WIDEST = 120  # characters of a row: names are not cut, a narrow terminal wraps
 _REMEDY = "Profile and solve again; a plan's profile lies beside it, as profile.json."
 
 
-def register(app: typer.Typer, here: Here | None) -> None:
+def register(app: typer.Typer, here: Here) -> None:
     """Add the group `plans` to `app`."""
     plans = typer.Typer(help="Plans that people share: the shipped ones, and those in your own folder.")
     app.add_typer(plans, name="plans")
@@ -55,9 +55,8 @@ def register(app: typer.Typer, here: Here | None) -> None:
                 f"There is no shared plan for {model}.",
                 "Make one: atsplan profile MODEL.gguf, then atsplan solve --vram 6G.",
             )
-        hardware = here() if here else None
-        if hardware:
-            entries = library.nearest(entries, hardware)
+        hardware = here()
+        entries = library.nearest(entries, hardware)
         _print(entries, hardware)
 
     @plans.command("add", epilog=examples("atsplan plans add plan.json", "atsplan plans add plan.json --name 6g-chat"))
@@ -77,7 +76,7 @@ def register(app: typer.Typer, here: Here | None) -> None:
         if isinstance(record, Plan):
             profile = library.find_profile_of(record, file)
             assert profile is not None  # it was checked
-            typer.echo(library.add(profile))
+            typer.echo(library.add_profile_of(record, profile))
         typer.echo(library.add(record, name))
 
     @plans.command("check", epilog=examples("atsplan plans check", "atsplan plans check plan.json"))

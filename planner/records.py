@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Optional, TypeVar
@@ -24,8 +25,13 @@ MAX_FILE_BYTES = 64 * 1024**2  # a 70B model's profile takes about 2 MB; more is
 MAX_INTEGER = 2**53  # larger ones do not survive other programs' JSON, and overflow the solvers
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a stranger's file must not steer the terminal
 MAX_NUMBER = 1e18  # larger rates than of any machine; quotients of larger ones overflow
-# By a field that the others lack.
-_TELLING = {"placements": "plan", "kernels": "profile", "measured": "bench result", "tokens": "trace"}
+_TELLING = {  # by a field that the others lack
+    "placements": "plan",
+    "kernels": "profile",
+    "measured": "bench result",
+    "tokens": "trace",
+    "adaptive": "pressure result",
+}
 _DAMAGED = "Make it again, or get another copy."
 MAX_SECONDS = 1e6  # a longer measurement is a wrong unit; a sum of them in nanoseconds would overflow
 
@@ -74,7 +80,7 @@ def from_json(data: bytes, cls: type[Record], source: str) -> Record:
     except ValueError as error:
         raise InvalidFileError(f"{source}: not JSON: {error}.", _DAMAGED) from error
     if not isinstance(raw, dict):
-        raise InvalidFileError(f"{source}: not a {cls.__name__.lower()}: the file holds no JSON object.", _DAMAGED)
+        raise InvalidFileError(f"{source}: not a {_kind_name(cls)}: the file holds no JSON object.", _DAMAGED)
     _check_schema_version(raw, cls, source)
     try:
         kind: Any = cls
@@ -93,20 +99,43 @@ def from_json(data: bytes, cls: type[Record], source: str) -> Record:
 
 def read_record(path: str | os.PathLike[str], cls: type[Record]) -> Record:
     """Return the record in the file. Raises InvalidFileError if it is missing, too large, or not a valid `cls`."""
-    path = Path(path)
+    return from_json(_read(Path(path), _kind_name(cls)), cls, str(path))
+
+
+def kind_of_file(path: str | os.PathLike[str]) -> str:
+    """Return what the file seems to hold: "plan", "profile", "trace", "bench result", "pressure result", or "".
+
+    Raises InvalidFileError if it cannot be read.
+    """
+    try:
+        raw = pydantic_core.from_json(_read(Path(path), "plan"))
+    except ValueError:
+        return ""
+    return _telling_kind(raw) if isinstance(raw, dict) else ""
+
+
+def _read(path: Path, kind: str) -> bytes:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO must not block
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise InvalidFileError(f"{path}: not a regular file.", f"Name a {cls.__name__.lower()}.")
+                raise InvalidFileError(f"{path}: not a regular file.", f"Name a {kind}.")
             data = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = error.strerror if isinstance(error, OSError) else error
         raise InvalidFileError(f"{path}: cannot be read: {reason}.", "Check the path and its permissions.") from error
     if len(data) > MAX_FILE_BYTES:
-        kind = cls.__name__.lower()
         raise InvalidFileError(f"{path}: over {MAX_FILE_BYTES // 1024**2} MiB: not a {kind}.", f"Name a {kind}.")
-    return from_json(data, cls, str(path))
+    return data
+
+
+def _kind_name(cls: type[Any]) -> str:
+    """Return "bench result" for BenchResult."""
+    return re.sub(r"(?<!^)(?=[A-Z])", " ", cls.__name__).lower()
+
+
+def _telling_kind(raw: dict[str, Any]) -> str:
+    return next((kind for field, kind in _TELLING.items() if field in raw), "")
 
 
 def write_record(path: str | os.PathLike[str], record: object) -> None:
@@ -136,9 +165,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         raise AtsplanError(f"Cannot write {path}: {reason}.", "Choose another file or make room.") from error
 
 
-def check_targets(*paths: Path | None) -> None:
-    """Raise UsageError for what `write_text` could not write: better now than after a long run."""
+def check_targets(*paths: Path | None, inputs: Iterable[Path | None] = ()) -> None:
+    """Raise UsageError for what `write_text` could not write, or what is read too: better now than after a long run."""
+    sources = [os.path.realpath(path) for path in inputs if path is not None]
     for path in filter(None, paths):
+        if os.path.realpath(path) in sources and path.is_file():
+            raise UsageError(f"{path} is read, and would be overwritten.", "Write to another file.")
         folder = Path(os.path.realpath(path)).parent
         if path.is_dir():
             raise UsageError(f"{path} is a folder.", "Name a file.")
@@ -165,7 +197,7 @@ def _check_schema_version(raw: dict[str, Any], cls: type[Any], source: str) -> N
     if known is None:
         return
     found = raw.get("schema_version")
-    kind = cls.__name__.lower()
+    kind = _kind_name(cls)
     if found is None:
         raise InvalidFileError(f"{source}: not a {kind}: schema_version is missing.", f"Name a {kind}.")
     if found != known or isinstance(found, bool):
@@ -182,8 +214,8 @@ def _check_kind(raw: dict[str, Any], cls: type[Any], source: str) -> None:
     nothing = dataclasses.MISSING
     missing = [f.name for f in fields if f.name not in raw and f.default is nothing and f.default_factory is nothing]
     if missing and raw.keys() - {field.name for field in fields}:
-        kind = cls.__name__.lower()
-        found = next((other for field, other in _TELLING.items() if field in raw), "")
+        kind = _kind_name(cls)
+        found = _telling_kind(raw)
         reason = f"it is a {found}" if found else f"{missing[0]} is missing"
         raise InvalidFileError(f"{source}: not a {kind}: {reason}.", f"Name a {kind}.")
 

@@ -56,7 +56,11 @@ def with_memory(profile: Profile, memory_bytes: int) -> Profile:
     gpu = profile.hardware.gpu
     if gpu is None or gpu.memory_bytes >= memory_bytes:
         return profile
-    return replace(profile, hardware=replace(profile.hardware, gpu=replace(gpu, memory_bytes=memory_bytes)))
+    return replace(
+        profile,
+        hardware=replace(profile.hardware, gpu=replace(gpu, memory_bytes=memory_bytes)),
+        state=replace(profile.state, gpu_memory_free_bytes=0),  # of another card
+    )
 
 
 def sweep(budgets: Sequence[int], make_plan: Callable[[int], Plan]) -> Iterator[Point]:

@@ -33,7 +33,7 @@ def profile_command(
     csv: Path | None, routing_text: Path | None, kv_type: str, as_json: bool, force: bool,
 ) -> None:  # fmt: skip
     """Measure `model`, or find it measured, and print and write what was asked for. Raises AtsplanError."""
-    check_targets(out, csv)
+    check_targets(out, csv, inputs=[model, routing_text])
     kv_types = parse_kv_types(kv_type)
     thread_counts = parse_threads(threads, detect_cpu())
     info = read_model_info(model)

@@ -185,6 +185,6 @@ def test_show_prints_a_bench_result() -> None:
     assert (result.returncode, result.stderr) == (0, "")
     assert "decode tokens/s" in result.stdout
     assert "without prefetch: prefill" in result.stdout
-    refused = command_line("show", str(path), "--timeline")
+    refused = command_line("show", str(path), "--png", "/tmp/never.png")
     assert refused.returncode == 2
     assert "can be shown in the terminal only" in refused.stderr

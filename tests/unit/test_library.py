@@ -7,10 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from planner import __version__, cli, library
+from planner import __version__, cache, cli, library
 from planner.errors import AtsplanError
 from planner.hardware import Cpu, Gpu, Hardware
 from planner.library_check import check_file
@@ -21,6 +19,7 @@ from planner.solve import solve
 from planner.units import GIB, MIB
 from planner.workload import Workload
 from runtime import commands
+from tests.unit.planner_commands import run
 from tests.unit.planner_profiles import TINY, synthetic_profile
 
 
@@ -48,14 +47,6 @@ def plan_path(profile: Profile, plan: Plan, tmp_path: Path) -> Path:
     write_record(tmp_path / "mine/profile.json", profile)
     write_record(tmp_path / "mine/plan.json", plan)
     return tmp_path / "mine/plan.json"
-
-
-def run(*arguments: str, here: Hardware | None = None) -> str:
-    app = typer.Typer()
-    cli.register(app, lambda: here or synthetic_profile(TINY).hardware)
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.output
 
 
 @pytest.mark.parametrize(
@@ -90,8 +81,30 @@ def test_a_plan_is_added_with_its_profile(plan_path: Path, plan: Plan, own_libra
     with pytest.raises(AtsplanError, match="there already, with other content"):
         run("plans", "add", str(plan_path))
     assert run("plans", "add", str(plan_path), "--name", "other").splitlines()[1] == str(folder / "other.json")
-    with pytest.raises(AtsplanError, match="A plan cannot be called profile-2.json"):
+    with pytest.raises(AtsplanError, match="A plan cannot be called profile-2"):
         run("plans", "add", str(plan_path), "--name", "profile-2")
+    with pytest.raises(AtsplanError, match="A plan cannot be called sub/other"):  # nobody would find it there
+        run("plans", "add", str(plan_path), "--name", "sub/other")
+
+
+def test_a_plan_of_a_newer_profile_is_added_too(plan_path: Path, plan: Plan, profile: Profile) -> None:
+    run("plans", "add", str(plan_path))
+    newer = replace(profile, state=replace(profile.state, taken_at="2031-01-01T00:00:00+00:00"))
+    write_record(plan_path.parent / "profile.json", newer)
+    write_record(plan_path, replace(plan, profiled_at=newer.state.taken_at))
+    lines = run("plans", "add", str(plan_path), "--name", "newer").splitlines()
+    assert [Path(line).name for line in lines] == ["profile-2.json", "newer.json"]
+    assert run("plans", "add", str(plan_path), "--name", "newer").splitlines() == lines
+    assert run("plans", "check").count(": ok") == 4
+
+
+def test_a_plan_is_checked_by_its_own_profile(plan_path: Path, plan: Plan, profile: Profile) -> None:
+    own = replace(profile, state=replace(profile.state, taken_at="2031-01-01T00:00:00+00:00"))
+    cache.store_profile(own)
+    cache.store_profile(replace(profile, n_context=profile.n_context * 2))  # measured later, at other settings
+    (plan_path.parent / "profile.json").unlink()
+    for taken_at, expected in ((own.state.taken_at, own), ("2032-01-01T00:00:00+00:00", None)):
+        assert library.find_profile_of(replace(plan, profiled_at=taken_at), plan_path) == expected
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 from rich.console import Console
-from typer.testing import CliRunner
 
 from planner import cache, cli, explain
 from planner.errors import AtsplanError, MismatchError
@@ -22,6 +20,7 @@ from planner.solve import solve
 from planner.timeline import Event
 from planner.units import MIB
 from planner.workload import PRESETS, Workload
+from tests.unit.planner_commands import run
 from tests.unit.planner_profiles import TINY, Shapes, synthetic_profile
 
 SHAPES = Shapes("Small", 12, 2048, 2048, 512, 8192, 16000)
@@ -47,15 +46,6 @@ def budget(profile: Profile) -> str:
 def profile_file(profile: Profile, tmp_path: Path) -> str:
     write_record(tmp_path / "measured.json", profile)
     return str(tmp_path / "measured.json")
-
-
-def run(*arguments: str) -> str:
-    """Run a command that must succeed; errors come through as they do to the root."""
-    app = typer.Typer()
-    cli.register(app)
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def test_presets_are_those_of_the_vocabulary() -> None:
@@ -136,7 +126,9 @@ def test_errors_are_clear(profile_file: str, budget: str, tmp_path: Path) -> Non
         (["solve", "missing.json", "--vram", budget], "No such file"),
         (["solve", "not.gguf", "--vram", budget], "not.gguf"),
         (["solve", "broken.json", "--vram", budget], "broken.json"),
-        (["solve", profile_file, "--vram", budget, "--out", "no/such/folder.json"], "Cannot write"),
+        (["solve", profile_file, "--vram", budget, "--out", "no/such/folder.json"], "There is no folder"),
+        (["solve", profile_file, "--vram", budget, "--out", profile_file], "is read, and would be overwritten"),
+        (["show", profile_file, "--html", profile_file], "is read, and would be overwritten"),
         (["show", "missing.json"], "No such file"),
         (["show", "broken.json"], "broken.json: "),
         (["show", profile_file, "--timeline"], "has no timeline"),

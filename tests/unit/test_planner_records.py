@@ -15,7 +15,7 @@ from planner.errors import AtsplanError, InvalidFileError, UsageError
 from planner.library import read_plan_or_profile
 from planner.measurements import ModelInfo, Profile, Series
 from planner.plan import Placement, Plan, Prediction, SolverReport, VramBudget
-from planner.records import check_targets, from_json, read_record, to_json, write_record, write_text
+from planner.records import check_targets, from_json, kind_of_file, read_record, to_json, write_record, write_text
 from planner.workload import Workload
 from tests.unit.planner_profiles import TINY, synthetic_profile
 
@@ -152,6 +152,8 @@ def test_mutated_files_never_escape_as_other_errors(plan: Plan) -> None:
 
 def test_paths_that_are_not_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(InvalidFileError, match="not a regular file"):
+        kind_of_file(tmp_path / "fifo")
     (tmp_path / "secret").write_text("{}")
     for path in (tmp_path, tmp_path / "missing", tmp_path / "fifo", "nul\0name", "x" * 5000):
         with pytest.raises(InvalidFileError):

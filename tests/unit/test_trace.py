@@ -7,11 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 from rich.console import Console
-from typer.testing import CliRunner
 
-from planner import cli
 from planner.errors import InvalidFileError, UsageError
 from planner.plan import Plan
 from planner.records import read_record, write_record
@@ -23,6 +20,7 @@ from planner.trace_picture import write_trace_png
 from planner.trace_view import trace_view
 from planner.units import MIB
 from planner.workload import Workload
+from tests.unit.planner_commands import run
 from tests.unit.planner_profiles import TINY, synthetic_profile
 from tests.unit.test_page import HOSTILE, Page
 from tests.unit.test_pressure import pressure_result
@@ -140,12 +138,7 @@ def test_the_command(plan: Plan, trace: Trace, tmp_path: Path, monkeypatch: pyte
     assert read_record("trace.json", Trace) == trace
 
     def show(*arguments: str) -> str:
-        app = typer.Typer()
-        app.callback()(lambda: None)
-        cli.register(app)
-        result = CliRunner().invoke(app, ["show", *arguments], catch_exceptions=False)
-        assert result.exit_code == 0
-        return result.output
+        return run("show", *arguments)
 
     named = show("trace.json", "--html", "trace.html", "--png", "trace.png")
     assert "power limit" in named
