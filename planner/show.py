@@ -55,7 +55,7 @@ def show_profile(profile: Profile, *, html: Path | None, png: Path | None) -> No
     console = Console()
     console.print(explain.profile_view(profile))
     if items:
-        console.print("", density_table(items, n_threads))
+        console.print("", density_table(profile, n_threads))
     if html:
         write_text(html, profile_page(profile, items, n_threads))
         say(f"Written to {html}.")

@@ -11,17 +11,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from planner import cache
+from planner.densities import best_thread_count, density_table
 from planner.errors import AtsplanError, UsageError
 from planner.gguf_model import read_model_info
 from planner.hardware import Cpu
 from planner.measurements import ModelInfo, Profile
 from planner.records import check_targets, to_json, write_record, write_text
 from planner.terminal import say
+from planner.units import format_count
 from planner.workload import parse_kv_types
 from runtime.build import native_helper
 
 from .detect import detect_cpu, detect_hardware, detect_software
-from .report import role_table
 from .routing import describe, with_routing
 from .suite import OnProgress, Settings, default_threads, profile_model, with_kv_types
 
@@ -66,7 +67,7 @@ def profile_command(
     if as_json:
         print(to_json(profile))
     else:
-        Console().print(role_table(profile))
+        Console().print(density_table(profile, best_thread_count(profile)))
         if settings.device == "none" and device == "auto":
             say("There is no GPU here: only the CPU was measured. With --device sim, plans can be tried nevertheless.")
         if profile.routing is not None:
@@ -125,7 +126,7 @@ def _show_notes(profile: Profile) -> None:
     for note in profile.notes[:MAX_NOTES_SHOWN]:
         say(f"Note: {note}")
     if len(profile.notes) > MAX_NOTES_SHOWN:
-        say(f"... and {len(profile.notes) - MAX_NOTES_SHOWN} more notes, see --json.")
+        say(f"... and {format_count(len(profile.notes) - MAX_NOTES_SHOWN, 'more note')}, see --json.")
 
 
 @contextmanager

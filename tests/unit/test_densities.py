@@ -1,4 +1,4 @@
-"""The table by role, computed by hand."""
+"""Where the time goes, computed by hand, and the table of it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from planner.densities import best_thread_count
+from planner.densities import best_thread_count, densities, density_table
 from planner.measurements import KernelTiming, Profile, Series
 from planner.units import GIB, MIB
-from profiler.report import role_table, totals_by_role
 from tests.unit.planner_profiles import TINY, synthetic_profile
 
 
@@ -29,30 +28,36 @@ def with_seconds(profile: Profile, seconds: dict[tuple[str, int, int], float]) -
     return replace(profile, kernels=tuple(map(timed, profile.kernels)))
 
 
-def test_a_role_adds_up_its_weights(profile: Profile) -> None:
+def test_a_kind_adds_up_its_weights(profile: Profile) -> None:
     profile = with_seconds(
         profile, {("cpu", 1, 4): 5e-3, ("gpu", 1, 0): 1e-3, ("cpu", 512, 4): 0.5, ("gpu", 512, 0): 0.1}
     )
-    rows = {row.role: row for row in totals_by_role(profile, 4)}
+    rows = {row.role: row for row in densities(profile, 4)}
     up = rows["ffn_up"]
+    assert up.type == "q4_K"
     assert up.n_weights == TINY.n_layers == 2
     assert up.size_bytes == 2 * 2048 * 4096 * 144 // 256
-    assert up.decode_cpu_seconds == pytest.approx(10e-3)
-    assert up.decode_gpu_seconds == pytest.approx(2e-3)
-    assert up.prefill_cpu_seconds == pytest.approx(1.0)
-    assert up.prefill_gpu_seconds == pytest.approx(0.2)
+    assert up.cpu_seconds == pytest.approx(10e-3)
+    assert up.gpu_seconds == pytest.approx(2e-3)
+    assert up.batch_cpu_seconds == pytest.approx(1.0)
+    assert up.batch_gpu_seconds == pytest.approx(0.2)
     assert up.gain_seconds_per_mib == pytest.approx(8e-3 / (up.size_bytes / MIB))
     assert "attn_norm" not in rows
     assert "output" in rows
-    sizes = [row.size_bytes for row in totals_by_role(profile, 4)]
-    assert sizes == sorted(sizes, reverse=True)
+    gains = [row.gain_seconds_per_mib for row in densities(profile, 4)]
+    assert gains == sorted(gains, reverse=True)
 
 
 def test_without_a_gpu_there_is_no_gain(profile: Profile) -> None:
     alone = replace(profile, kernels=tuple(timing for timing in profile.kernels if timing.device == "cpu"))
-    for row in totals_by_role(alone, 8):
-        assert row.decode_gpu_seconds is row.prefill_gpu_seconds is row.gain_seconds_per_mib is None
-    assert rendered(alone).splitlines()[0].rstrip() == "Tiny: milliseconds on the CPU (16 threads)"
+    alone = with_seconds(alone, {("cpu", 1, 16): 5e-3, ("cpu", 512, 16): 0.5})
+    for row in densities(alone, 16):
+        assert row.gpu_seconds is row.batch_gpu_seconds is row.gpu_seconds_per_mib is None
+        assert row.gain_seconds_per_mib == row.cpu_seconds_per_mib  # the order is that of the costs
+    title, *lines = rendered(alone).splitlines()
+    assert title.rstrip() == "Milliseconds on the CPU (16 threads)"
+    (output,) = (line for line in lines if line.startswith("output"))
+    assert output.split()[4:] == ["-", "5.00", "-", "500.0", "-"]
 
 
 def test_the_fastest_thread_count_is_shown(profile: Profile) -> None:
@@ -62,7 +67,7 @@ def test_the_fastest_thread_count_is_shown(profile: Profile) -> None:
 
 def test_the_table_says_what_it_measured(profile: Profile) -> None:
     text = rendered(profile)
-    assert "Tiny: milliseconds on the CPU (16 threads) and the GPU" in text
+    assert "Milliseconds on the CPU (16 threads) and the GPU" in text
     assert "512 tokens" in text
     assert "simulated GPU" in rendered(replace(profile, is_simulated=True))
 
@@ -82,12 +87,12 @@ def test_large_values_fit_the_terminal(profile: Profile, width: int, role: str) 
     assert max(map(len, lines)) <= width
     assert "…" not in "".join(lines)
     row = next(line for line in lines if line.startswith(role))
-    assert row.split() == [role, "2", "2000.00", "GiB", "24691", "2469", "10.85", "2469000", "246800"]
-    assert len(lines) == 1 + 3 + len(totals_by_role(profile, 16))  # nothing is wrapped
+    assert row.split() == [role, "q4_K", "2000.00", "GiB", "10.85", "24691", "2469", "2469000", "246800"]
+    assert len(lines) == 1 + 3 + len(densities(profile, 16))  # nothing is wrapped
 
 
 def rendered(profile: Profile, width: int = 120) -> str:
     console = Console(width=width, record=True, file=None)
     with console.capture() as capture:
-        console.print(role_table(profile))
+        console.print(density_table(profile, best_thread_count(profile)))
     return capture.get()
