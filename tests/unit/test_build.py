@@ -1,12 +1,16 @@
-"""The native helper's build, on a tiny plug-in and a made-up llama.cpp source archive: no network, real compiler."""
+"""The native helper's build, on a tiny plug-in and a made-up llama.cpp source archive: no network, real compiler.
+
+What depends on the CUDA release or on a GPU that is not here is tested with scripts in place of nvcc and nvidia-smi.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import hashlib
 import io
 import os
-import shutil
+import re
 import subprocess
 import sys
 import tarfile
@@ -15,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import AtsplanError, InvalidFileError, MismatchError
-from runtime import build
+from runtime import build, nvcc
 
 ROOT = Path(build.__file__).parents[1]
 VERSION = build.find_llama().version
@@ -34,6 +38,21 @@ ANSWER_SOURCE = """
 #include "ggml-backend-impl.h"
 #include "llama-ext.h"
 extern "C" __attribute__((visibility("default"))) int answer(void) { return GGML_ANSWER + LLAMA_ANSWER + OURS; }
+"""
+
+
+KERNEL_SOURCE = """
+__global__ void kernel() {}
+extern "C" __attribute__((visibility("default"))) void launch() { kernel<<<1, 1>>>(); }
+"""
+FAKE_NVCC = """#!/bin/sh
+echo "$*" >> "$0.log"
+case "$*" in
+*--version*) echo "Cuda compilation tools, release RELEASE, VRELEASE.131" ;;
+*--list-gpu-code*) printf 'sm_%s\\n' CODES ;;
+*--dryrun*) echo '#$ INCLUDES="-I/headers/of/RELEASE" ' ;;
+*) for last in "$@"; do :; done; : > "$last" ;;
+esac
 """
 
 
@@ -220,21 +239,124 @@ def test_two_processes_compile_once(sources: Path) -> None:
     assert lines.count("  compiling answer.cpp") == 1
 
 
-@pytest.mark.usefixtures("archive")
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_cuda_sources_are_compiled_where_llama_has_cuda(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = 'extern "C" __attribute__((visibility("default"))) void launch() { kernel<<<1, 1>>>(); }'
-    (sources / "kernel.cu").write_text(f"__global__ void kernel() {{}}\n{launch}")
-    plain = build.native_helper(source_folder=sources)
+def write_script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def write_nvcc(folder: Path, release: str = "12.4", codes: str = "50 61 70 75 80 86 89 90 90a") -> Path:
+    """Write a compiler that notes its arguments and makes empty files."""
+    return write_script(folder / "nvcc", FAKE_NVCC.replace("RELEASE", release).replace("CODES", codes))
+
+
+def commands(nvcc: Path, word: str) -> list[list[str]]:
+    """Return the arguments of the calls so far that contain `word`."""
+    calls = [line.split() for line in Path(f"{nvcc}.log").read_text().splitlines()]
+    return [call for call in calls if word in call]
+
+
+@pytest.fixture
+def cuda_sources(sources: Path, archive: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return sources with a kernel, for a llama.cpp with CUDA."""
+    (sources / "kernel.cu").write_text(KERNEL_SOURCE)
     with_cuda = dataclasses.replace(build.find_llama(), has_cuda=True)
     monkeypatch.setattr(build, "find_llama", lambda: with_cuda)
-    (sources / "answer.cpp").write_text("#include <cuda_runtime.h>\n#ifdef ATS_CUDA\n" + ANSWER_SOURCE + "\n#endif\n")
-    cuda = build.native_helper(source_folder=sources)
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "CUDAHOSTCXX", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    return sources
+
+
+@pytest.mark.usefixtures("archive")
+@pytest.mark.skipif(nvcc.find_nvcc() is None, reason="needs nvcc")
+def test_cuda_sources_are_compiled_where_llama_has_cuda(cuda_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cuda = build.find_llama()
+    monkeypatch.setattr(build, "find_llama", lambda: dataclasses.replace(with_cuda, has_cuda=False))
+    plain = build.native_helper(source_folder=cuda_sources)
+    monkeypatch.setattr(build, "find_llama", lambda: with_cuda)
+    guarded = "#include <cuda_runtime.h>\n#ifdef ATS_CUDA\n" + ANSWER_SOURCE + "\n#endif\n"
+    (cuda_sources / "answer.cpp").write_text(guarded)
+    cuda = build.native_helper(source_folder=cuda_sources)
     symbols = [
         subprocess.run(["nm", "-D", path], capture_output=True, text=True, check=True).stdout for path in (plain, cuda)
     ]
     assert [" T launch" in text for text in symbols] == [False, True]
     assert " T answer" in symbols[1]
+
+
+def test_one_build_has_code_for_every_gpu(cuda_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = write_nvcc(tmp_path / "bin")
+    monkeypatch.setenv("CUDACXX", str(compiler))
+    build.native_helper(source_folder=cuda_sources)
+    (command,) = commands(compiler, "-c")[1:]  # after the dry run
+    architectures = [argument for argument in command if "arch" in argument]
+    assert architectures == [
+        *(f"-gencode=arch=compute_{n},code=sm_{n}" for n in (70, 75, 80, 86, 89, 90)),
+        "-gencode=arch=compute_90,code=compute_90",
+    ]
+
+
+def test_each_cuda_release_has_its_own_build(
+    cuda_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reports: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    write_nvcc(tmp_path / "bin", "12.4")
+    old = build.native_helper(source_folder=cuda_sources)
+    write_nvcc(tmp_path / "bin", "13.0")
+    new = build.native_helper(reports.append, cuda_sources)
+    assert new != old
+    assert [line for line in reports if "compiling" in line] == [
+        "  compiling answer.cpp", "  compiling kernel.cu", "  compiling stamp.cpp",
+    ]  # fmt: skip
+    write_nvcc(tmp_path / "bin", "12.4")
+    assert build.built_helper(cuda_sources) == old
+
+
+def test_helper_does_not_depend_on_path(cuda_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_nvcc(tmp_path / "bin")
+    monkeypatch.setattr(nvcc, "FOLDERS", (str(tmp_path / "bin"),))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    path = build.native_helper(source_folder=cuda_sources)
+    monkeypatch.setenv("PATH", "/bin")
+    assert build.built_helper(cuda_sources) == path
+
+
+def test_nvcc_uses_the_named_cxx_compiler(cuda_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = write_nvcc(tmp_path / "bin")
+    monkeypatch.setenv("CUDACXX", str(compiler))
+    for name, text, expected in (("", "", None), ("CXX", "g++", "g++"), ("CUDAHOSTCXX", "g++-12", "g++-12")):
+        if name:
+            monkeypatch.setenv(name, text)
+        build.native_helper(source_folder=cuda_sources, anew=True)
+        for word in ("-c", "-shared"):
+            command = commands(compiler, word)[-1]
+            assert (command[command.index("-ccbin") + 1] if "-ccbin" in command else None) == expected
+
+
+GCC_ERROR = "host_config.h:143: error: #error -- unsupported GNU version! gcc versions later than 13 are not supported!"
+
+
+@pytest.mark.parametrize(
+    ("failure", "message", "remedy"),
+    [
+        (f"*' -c '*) echo '{GCC_ERROR}'", r"Compiling kernel\.cu failed: .* unsupported GNU", r"CUDAHOSTCXX=g\+\+-12"),
+        ("*--list*) echo; echo 'nvcc fatal : no'", r"/nvcc does not work: nvcc fatal : no\. Repair", "CUDACXX"),
+        ("*--version*) :", r"/nvcc does not work: .* status 1\. Repair", "CUDACXX"),
+    ],
+)
+def test_nvcc_that_fails(
+    cuda_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, message: str, remedy: str
+) -> None:
+    compiler = write_nvcc(tmp_path / "bin")
+    case = 'case "$*" in\n'
+    dry_run = "*--dryrun*) exit ;;\n"
+    write_script(compiler, compiler.read_text().replace(case, f"{case}{dry_run}{failure}; exit 1 ;;\n"))
+    monkeypatch.setenv("CUDACXX", str(compiler))
+    with pytest.raises(AtsplanError, match=message) as caught:
+        build.native_helper(source_folder=cuda_sources)
+    assert "\n" not in str(caught.value)
+    assert re.search(remedy, caught.value.remedy)
 
 
 def test_prebuilt_helper_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +365,27 @@ def test_prebuilt_helper_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.M
         build.native_helper()
     (tmp_path / "absent.so").touch()
     assert build.native_helper() == tmp_path / "absent.so"
+
+
+@pytest.mark.usefixtures("archive")
+def test_helper_that_cannot_be_loaded_is_built_anew(sources: Path, tmp_path: Path) -> None:
+    path = build.native_helper(source_folder=sources)
+    gone = tmp_path / "libgone.so"
+    for command in (["-x", "c++", os.devnull, "-o", gone], ["-Wl,--no-as-needed", gone, "-o", path]):
+        subprocess.run(["g++", "-shared", *command], check=True)
+    gone.unlink()
+    path.with_suffix(".sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+    assert build.built_helper(sources) == path
+    code = (
+        "import sys, functools; from pathlib import Path; from runtime import build, library;"
+        "library.native_helper = functools.partial(build.native_helper, source_folder=Path(sys.argv[1]));"
+        "library.load('sim', print)"
+    )
+    command = [sys.executable, "-c", code, str(sources)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "  compiling answer.cpp\n" in result.stdout
+    assert "MismatchError" in result.stderr  # it is loaded, but it is not the real one
+    assert answer(path) == 42
 
 
 @pytest.mark.usefixtures("archive")
