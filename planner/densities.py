@@ -46,7 +46,7 @@ class Density:
 
 
 def densities(profile: Profile, n_threads: int) -> list[Density]:
-    """Return one density per role and type, the highest gain first. Raises KeyError for unmeasured thread counts."""
+    """Return one density per role and type, the highest gain first. Raises AtsplanError for what is not measured."""
     groups: dict[tuple[str, str], list[WeightUse]] = {}
     for weight in profile.products:
         groups.setdefault((role_of(weight.name)[1], weight.type), []).append(weight)

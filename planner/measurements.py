@@ -6,8 +6,10 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
+from .errors import AtsplanError
 from .hardware import Hardware, MachineState, Software
 
 if TYPE_CHECKING:
@@ -22,6 +24,10 @@ class Series:
     """Repeated measurements of one quantity, warm-ups excluded, in the order they were taken."""
 
     samples: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.samples:
+            raise ValueError("at least one sample is needed")
 
     @property
     def median(self) -> float:
@@ -53,6 +59,15 @@ class ModelInfo:
     n_context_train: int
 
 
+class KernelKind(NamedTuple):
+    """What a kernel's time depends on, apart from the device, the tokens and the threads."""
+
+    op: str
+    type: str
+    shape: tuple[int, ...]
+    n_experts_used: int
+
+
 @dataclass(frozen=True)
 class WeightUse:
     """One weight tensor as llama.cpp's graph uses it, in order of first use.
@@ -71,6 +86,14 @@ class WeightUse:
     inputs: tuple[int, ...] = ()
     n_experts_used: int = 0  # MUL_MAT_ID only
     is_input: bool = False  # read by rows at the start of the graph; llama.cpp keeps it in host memory
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 1 or any(n < 1 for n in self.shape):
+            raise ValueError(f"{self.name} is empty")
+
+    @property
+    def kernel(self) -> KernelKind:
+        return KernelKind(self.op, self.type, self.shape, self.n_experts_used)
 
     @property
     def is_product(self) -> bool:
@@ -91,6 +114,10 @@ class KernelTiming:
     n_threads: int
     seconds: Series
 
+    @property
+    def kernel(self) -> KernelKind:
+        return KernelKind(self.op, self.type, self.shape, self.n_experts_used)
+
 
 @dataclass(frozen=True)
 class GlueTiming:
@@ -107,6 +134,10 @@ class LinkTiming:
     pinned: bool
     size_bytes: int
     seconds: Series
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 1 or min(self.seconds.samples) <= 0:
+            raise ValueError("a copy of something takes some time")
 
 
 @dataclass(frozen=True)
@@ -160,6 +191,10 @@ class ExpertTiming:
     matrix_bytes: tuple[int, ...]  # of one expert, in order of use
     n_experts: int
     seconds: Series
+
+    def __post_init__(self) -> None:
+        if self.n_experts < 1:
+            raise ValueError("at least one expert is copied")
 
 
 @dataclass(frozen=True)
@@ -232,20 +267,29 @@ class Profile:
     rates_from: str = ""  # the model from whose times those of this one are estimated; "" where they were measured
     schema_version: int = PROFILE_SCHEMA_VERSION
 
+    def __post_init__(self) -> None:
+        if not self.weights:
+            raise ValueError("weights: there are none")
+
     @property
     def thread_counts(self) -> tuple[int, ...]:
         return tuple(sorted({timing.n_threads for timing in self.kernels if timing.device == "cpu"}))
 
     def kernel_seconds(self, weight: WeightUse, device: str, n_tokens: int, n_threads: int = 0) -> float:
-        """Return the median seconds of `weight` on `device` ("cpu" or "gpu"). Raises KeyError if not measured."""
-        key = (weight.op, weight.type, weight.shape, weight.n_experts_used, device, n_tokens, n_threads)
-        for timing in self.kernels:
-            if key == (
-                timing.op, timing.type, timing.shape, timing.n_experts_used,
-                timing.device, timing.n_tokens, timing.n_threads,
-            ):  # fmt: skip
-                return timing.seconds.median
-        raise KeyError(key)
+        """Return the median seconds of `weight` on `device` ("cpu" or "gpu"). Raises AtsplanError if not measured."""
+        seconds = self._medians.get((weight.kernel, device, n_tokens, n_threads))
+        if seconds is None:
+            threads = f" with {n_threads} threads" if device == "cpu" else ""
+            raise AtsplanError(
+                f"The profile has no time for {weight.name} ({weight.type}) on the {device.upper()} "
+                f"at {n_tokens} tokens{threads}.",
+                "Profile again with --force.",
+            )
+        return seconds
+
+    @cached_property
+    def _medians(self) -> dict[tuple[KernelKind, str, int, int], float]:
+        return {(k.kernel, k.device, k.n_tokens, k.n_threads): k.seconds.median for k in self.kernels}
 
     @property
     def products(self) -> tuple[WeightUse, ...]:
@@ -274,9 +318,7 @@ class Profile:
                 "name": weight.name, "op": weight.op, "type": weight.type, "size_bytes": weight.size_bytes,
             }  # fmt: skip
             for timing in self.kernels:
-                if (weight.op, weight.type, weight.shape, weight.n_experts_used) == (
-                    timing.op, timing.type, timing.shape, timing.n_experts_used,
-                ):  # fmt: skip
+                if weight.kernel == timing.kernel:
                     threads = f"_{timing.n_threads}_threads" if timing.device == "cpu" else ""
                     row[f"{timing.device}_{timing.n_tokens}_tokens{threads}_seconds"] = timing.seconds.median
             rows.append(row)

@@ -215,21 +215,18 @@ def _operands(weights: Sequence[WeightUse], inputs: Sequence[int], index: int) -
 
 
 class Kernels:
-    """Medians of the profile's kernels, found fast."""
+    """Times of the profile's kernels, for any number of tokens or experts."""
 
     def __init__(self, profile: Profile) -> None:
-        self._n_ubatch = profile.n_ubatch
-        self._medians = {
-            (k.op, k.type, k.shape, k.n_experts_used, k.device, k.n_tokens, k.n_threads): k.seconds.median
-            for k in profile.kernels
-        }
+        self._profile = profile
 
     def seconds(self, weight: WeightUse, device: str, n_tokens: int, n_threads: int) -> float:
-        low = self._measured(weight, device, 1, n_threads)
+        low = self._profile.kernel_seconds(weight, device, 1, n_threads)
         if n_tokens == 1:
             return low
-        high = self._measured(weight, device, self._n_ubatch, n_threads)
-        line = low + (high - low) * (n_tokens - 1) / max(1, self._n_ubatch - 1)
+        n_ubatch = self._profile.n_ubatch
+        high = self._profile.kernel_seconds(weight, device, n_ubatch, n_threads)
+        line = low + (high - low) * (n_tokens - 1) / max(1, n_ubatch - 1)
         if not weight.n_experts_used:
             return line
         # A few tokens read nearly as many experts as they are routed to, long before they compute much.
@@ -239,29 +236,14 @@ class Kernels:
 
     def expert_seconds(self, weight: WeightUse, n_threads: int) -> Curve:
         """Return CPU seconds for one token as a function of the number of experts computed."""
-        points = [(0.0, 0.0)]
-        for (op, kind, shape, n, device, n_tokens, threads), seconds in self._medians.items():
-            if (op, kind, shape, device, n_tokens, threads) == (
-                weight.op,
-                weight.type,
-                weight.shape,
-                "cpu",
-                1,
-                n_threads,
-            ):
-                points.append((n, seconds))
-        return Curve(points)
-
-    def _measured(self, weight: WeightUse, device: str, n_tokens: int, n_threads: int) -> float:
-        key = (weight.op, weight.type, weight.shape, weight.n_experts_used, device, n_tokens, n_threads)
-        if key not in self._medians:
-            threads = f" with {n_threads} threads" if device == "cpu" else ""
-            raise AtsplanError(
-                f"The profile has no time for {weight.name} ({weight.type}) on the {device.upper()} "
-                f"at {n_tokens} tokens{threads}.",
-                "Profile again with --force.",
-            )
-        return self._medians[key]
+        kind = weight.kernel
+        points = [
+            (k.n_experts_used, k.seconds.median)
+            for k in self._profile.kernels
+            if (k.kernel._replace(n_experts_used=kind.n_experts_used), k.device, k.n_tokens, k.n_threads)
+            == (kind, "cpu", 1, n_threads)
+        ]
+        return Curve([(0.0, 0.0), *points])
 
 
 def _spread_glue(profile: Profile, graph: Graph, n_tokens: int, n_past: float | None) -> tuple[float, ...]:

@@ -229,8 +229,6 @@ def _find_bad_value(value: object, path: str) -> str:
             if problem:
                 return problem
     elif isinstance(value, (tuple, list)):
-        if not value and path.endswith("samples"):
-            return f"{path}: at least one sample is needed"
         for index, item in enumerate(value):
             problem = _find_bad_value(item, f"{path}.{index}")
             if problem:

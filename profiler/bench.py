@@ -40,11 +40,7 @@ class Kernel:
     source: GgufTensor
 
     def fits(self, weight: WeightUse) -> bool:
-        return kernel_key(weight) == (self.op, self.type, self.shape, self.n_experts_used)
-
-
-def kernel_key(weight: WeightUse) -> tuple[str, str, tuple[int, ...], int]:
-    return weight.op, weight.type, weight.shape, weight.n_experts_used
+        return weight.kernel == (self.op, self.type, self.shape, self.n_experts_used)
 
 
 def matmul(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
-import shutil
-import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from planner.errors import AtsplanError
 from planner.gguf_model import read_model_info
 from planner.measurements import ModelInfo
 from runtime.build import Llama, built_helper, find_compilers, find_llama
+from runtime.nvcc import find_nvcc, nvcc_release
 
 from .doctor_gpu import examine_gpu
 from .doctor_host import examine_host, examine_memory
@@ -111,25 +109,25 @@ def _compilers(llama: Llama, driver_cuda_major: int) -> list[Finding]:
         findings.append(Finding("helper", "ok", text))
     except AtsplanError as error:
         findings.append(Finding("helper", "error", error.message, error.remedy))
-    nvcc = shutil.which("nvcc")
-    if nvcc is None and llama.has_cuda:
+    nvcc = find_nvcc()
+    if nvcc is not None:
+        findings.append(_nvcc(nvcc, driver_cuda_major))
+    elif llama.has_cuda:
         text = "Without nvcc the helper lacks its own kernels: every change between CPU and GPU takes longer."
-        findings.append(Finding("nvcc", "warning", text, "Install the CUDA toolkit and put its bin folder into PATH."))
-    elif nvcc is not None:
-        major, release = _nvcc_release(nvcc)
-        if 0 < driver_cuda_major < major:
-            text = f"nvcc is of CUDA {release}; the driver runs CUDA {driver_cuda_major} and older."
-            remedy = f"Update the driver, or build with the CUDA toolkit {driver_cuda_major}."
-            findings.append(Finding("nvcc", "warning", text, remedy))
-        else:
-            findings.append(Finding("nvcc", "ok", f"CUDA {release} ({nvcc})."))
+        findings.append(Finding("nvcc", "warning", text, "Install the CUDA toolkit."))
     return findings
 
 
-def _nvcc_release(nvcc: str) -> tuple[int, str]:
-    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"release ((\d+)\.\d+)", output)
-    return (int(found[2]), found[1]) if found else (0, "of an unknown version")
+def _nvcc(nvcc: str, driver_cuda_major: int) -> Finding:
+    try:
+        release = nvcc_release(nvcc)
+    except AtsplanError as error:
+        return Finding("nvcc", "error", error.message, error.remedy)
+    if 0 < driver_cuda_major < int(release.partition(".")[0]):
+        text = f"nvcc is of CUDA {release}; the driver runs CUDA {driver_cuda_major} and older."
+        remedy = f"Update the driver, or build with the CUDA toolkit {driver_cuda_major}."
+        return Finding("nvcc", "warning", text, remedy)
+    return Finding("nvcc", "ok", f"CUDA {release} ({nvcc}).")
 
 
 def _pinned_version() -> str:

@@ -28,7 +28,7 @@ from planner.units import KIB, MIB, format_count
 from runtime.inspect_model import Inspection
 
 from . import bench
-from .bench import Kernel, kernel_key
+from .bench import Kernel
 from .measure import Effort
 
 LINK_SIZES_BYTES = (16 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
@@ -74,11 +74,11 @@ def distinct_kernels(model: GgufModel, weights: Sequence[WeightUse]) -> list[Ker
     tensors = {tensor.name: tensor for tensor in model.tensors}
     kernels: dict[object, Kernel] = {}
     for weight in weights:
-        if weight.op in ("MUL_MAT", "MUL_MAT_ID") and kernel_key(weight) not in kernels:
+        if weight.op in ("MUL_MAT", "MUL_MAT_ID") and weight.kernel not in kernels:
             source = tensors.get(weight.name)
             if source is None:
                 raise InvalidFileError(f"llama.cpp multiplies with {weight.name}, which the file does not hold.")
-            kernels[kernel_key(weight)] = Kernel(*kernel_key(weight), source)
+            kernels[weight.kernel] = Kernel(*weight.kernel, source)
     return list(kernels.values())
 
 

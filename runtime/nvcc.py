@@ -24,9 +24,9 @@ def find_nvcc() -> str | None:
 
 
 def nvcc_release(nvcc: str) -> str:
-    """Return the CUDA release, such as "13.0". Raises AtsplanError if nvcc does not work."""
+    """Return the CUDA release, such as "13.0"; "0" if it does not say. Raises AtsplanError if nvcc does not work."""
     found = re.search(r"release (\d+\.\d+)", _ask(nvcc, "--version"))
-    return found[1] if found else "of an unknown version"
+    return found[1] if found else "0"
 
 
 def host_compiler_flags() -> list[str]:

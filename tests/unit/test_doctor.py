@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -85,8 +86,8 @@ def software(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_llama", lambda: Llama("0.3.36", Path(), has_cuda=True))
     monkeypatch.setattr(doctor, "built_helper", lambda: None)
     monkeypatch.setattr(doctor, "find_compilers", lambda llama: Compilers("/usr/bin/g++", "/usr/bin/nvcc"))
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(doctor, "_nvcc_release", lambda nvcc: (13, "13.0"))
+    monkeypatch.setattr(doctor, "find_nvcc", lambda: "/usr/bin/nvcc")
+    monkeypatch.setattr(doctor, "nvcc_release", lambda nvcc: "13.0")
     monkeypatch.setattr(doctor, "_pinned_version", lambda: "0.3.36")
 
 
@@ -273,9 +274,12 @@ def test_software(nvml: FakeNvml, software: None, machine: Path, monkeypatch: py
     def software_finding(topic: str) -> Finding:
         return next(finding for finding in examine(None, machine).findings if finding.topic == topic)
 
-    monkeypatch.setattr(doctor, "_nvcc_release", lambda nvcc: (14, "14.1"))
+    monkeypatch.setattr(doctor, "nvcc_release", lambda nvcc: "14.1")
     assert software_finding("nvcc").text == "nvcc is of CUDA 14.1; the driver runs CUDA 13 and older."
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    broken = AtsplanError("CUDA's compiler nvcc does not work: no.", "Repair it.")
+    monkeypatch.setattr(doctor, "nvcc_release", Mock(side_effect=broken))
+    assert software_finding("nvcc") == Finding("nvcc", "error", broken.message, broken.remedy)
+    monkeypatch.setattr(doctor, "find_nvcc", lambda: None)
     assert software_finding("nvcc").level == "warning"
     monkeypatch.setattr(doctor, "_pinned_version", lambda: "0.3.99")
     assert software_finding("llama.cpp").text.endswith("atsplan needs 0.3.99.")

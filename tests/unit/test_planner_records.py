@@ -90,7 +90,27 @@ def test_bad_field_is_named(plan: Plan, change, path: str) -> None:  # type: ign
 def test_empty_series_is_refused(profile: Profile) -> None:
     raw = json.loads(to_json(profile))
     raw["kernels"][2]["seconds"]["samples"] = []
-    with pytest.raises(InvalidFileError, match=r"kernels\.2\.seconds\.samples: at least one sample"):
+    with pytest.raises(InvalidFileError, match=r"kernels\.2\.seconds: at least one sample"):
+        from_json(json.dumps(raw).encode(), Profile, "p.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda raw: raw.update(weights=[]), "weights: there are none"),
+        (lambda raw: raw["weights"][3].update(size_bytes=0), r"weights\.3: blk\.0\.attn_k\.weight is empty"),
+        (lambda raw: raw["weights"][3].update(shape=[256, 0]), r"weights\.3: blk\.0\.attn_k\.weight is empty"),
+        (lambda raw: raw["link"][0]["seconds"].update(samples=[0.0]), r"link\.0: a copy of something takes some time"),
+        (
+            lambda raw: raw.update(experts=[{"matrix_bytes": [1], "n_experts": 0, "seconds": {"samples": [1.0]}}]),
+            r"experts\.0: at least one expert",
+        ),
+    ],
+)
+def test_what_no_profile_can_mean_is_refused(profile: Profile, change, problem: str) -> None:  # type: ignore[no-untyped-def]
+    raw = json.loads(to_json(profile))
+    change(raw)
+    with pytest.raises(InvalidFileError, match=problem):
         from_json(json.dumps(raw).encode(), Profile, "p.json")
 
 
