@@ -19,18 +19,12 @@ static constexpr size_t max_host_buffer_bytes = 64 * 1024 * 1024;
 
 ggml_backend_dev_t ats_inner_device() {
     static ggml_backend_dev_t device = [] {
-        const char *       wanted = getenv("ATSPLAN_DEVICE");
-        ggml_backend_dev_t found  = nullptr;
-        if (wanted != nullptr && strcasecmp(wanted, "sim") != 0) {
-            for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
-                if (strcasecmp(ggml_backend_dev_name(ggml_backend_dev_get(i)), wanted) == 0) {
-                    found = ggml_backend_dev_get(i);
-                }
-            }
-        } else if (wanted == nullptr) {
-            found = ggml_backend_dev_by_name("CUDA0");
+        const char * wanted = getenv("ATSPLAN_DEVICE");
+        if (wanted == nullptr) {
+            ggml_backend_dev_t gpu = ggml_backend_dev_by_name("CUDA0");
+            return gpu != nullptr ? gpu : sim_device();
         }
-        return found != nullptr ? found : sim_device();
+        return strcasecmp(wanted, "sim") == 0 ? sim_device() : ggml_backend_dev_by_name(wanted);
     }();
     return device;
 }
@@ -341,6 +335,10 @@ extern "C" ATS_EXPORT ggml_backend_reg_t ggml_backend_init(void) {
     const char * settings_path = getenv("ATSPLAN_SETTINGS");
     if (settings_path != nullptr && load_settings_file(settings_path) != 0) {
         fprintf(stderr, "atsplan: %s. ATSPLAN_SETTINGS names this file: export the plan again.\n", ats_last_error());
+        return nullptr;
+    }
+    if (ats_inner_device() == nullptr) { // nothing else may silently stand in for it
+        fprintf(stderr, "atsplan: llama.cpp finds no device %s, which ATSPLAN_DEVICE names.\n", getenv("ATSPLAN_DEVICE"));
         return nullptr;
     }
     return &registry;

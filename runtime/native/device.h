@@ -4,6 +4,7 @@
 #include "ggml-backend.h"
 
 // The GPU behind the hybrid device: chosen once, by ATSPLAN_DEVICE, else the first CUDA device, else the simulated one.
+// Null if ATSPLAN_DEVICE names one that is not there; the plug-in then refuses to load.
 ggml_backend_dev_t ats_inner_device();
 
 // Pinned host memory for weights that the hybrid device computes on either lane. A type of its own, so that llama.cpp's

@@ -227,7 +227,8 @@ class ZeroCopyBridge final : public ActivationBridge {
     }
 
     bool wait_published(uint32_t round) override {
-        while (!is_reached(pinned_->published, round, failure_check_ns)) { // a failed GPU never signals
+        // A failed GPU never signals. And under Windows, work may lie in the driver's queue until something is asked.
+        for (int64_t patience_ns = first_query_ns; !is_reached(pinned_->published, round, patience_ns); patience_ns *= 2) {
             if (cudaStreamQuery(stream_) != cudaErrorNotReady && !is_reached(pinned_->published, round, 0)) {
                 return false;
             }
@@ -294,8 +295,8 @@ class ZeroCopyBridge final : public ActivationBridge {
     }
 
   private:
-    static constexpr int64_t failure_check_ns = 500000000;
-    static constexpr int     min_queues       = 8; // CUDA's default; more than one engine's streams
+    static constexpr int64_t first_query_ns = 200000;
+    static constexpr int     min_queues     = 8; // CUDA's default; more than one engine's streams
 
     bool is_late(const ExpertShare & share) const { return launches_block_ || share.is_late; }
 

@@ -116,6 +116,16 @@ def test_a_stale_settings_file(plan: Plan, plan_path: Path, smollm2: Path, tmp_p
     assert python("-c", f"{asking}print(load('sim').device)") == "sim\n"
 
 
+def test_nothing_stands_in_for_a_device_that_is_hidden(
+    plan: Plan, plan_path: Path, smollm2: Path, tmp_path: Path
+) -> None:
+    write_record(plan_path, replace(plan, device="cuda0"))
+    (tmp_path / "run.py").write_text(invoke("--plan", str(plan_path), "--model", str(smollm2), "--to", "python").stdout)
+    result = subprocess.run([sys.executable, tmp_path / "run.py"], capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert "llama.cpp finds no device CUDA0, which ATSPLAN_DEVICE names." in result.stderr
+
+
 def test_command_lines(plan: Plan, plan_path: Path, smollm2: Path, native_helper: Path) -> None:
     for target, separator in (("llama-server", ","), ("llama-bench", ";")):
         result = invoke("--plan", str(plan_path), "--model", str(smollm2), "--to", target)
