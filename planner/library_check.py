@@ -66,9 +66,6 @@ def _plan_problems(plan: Plan) -> Iterator[str]:
     peak = vram.budget_bytes - vram.idle_bytes - vram.margin_bytes
     if plan.prediction.peak_vram_bytes != peak:
         yield f"the predicted peak of VRAM is {plan.prediction.peak_vram_bytes} bytes, the parts add up to {peak}"
-    names = [placement.name for placement in plan.placements]
-    if len(set(names)) != len(names):
-        yield "a weight is placed twice"
 
 
 def _prediction_problems(plan: Plan, profile: Profile) -> Iterator[str]:

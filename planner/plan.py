@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -123,6 +124,16 @@ class Plan:
     notes: tuple[str, ...] = ()
     profiled_at: str = ""  # when its profile was measured, as MachineState.taken_at; "": unknown
     schema_version: int = PLAN_SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        counts = Counter(placement.name for placement in self.placements)
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            raise ValueError(f"placements: {twice[0]:.80} is placed twice")
+
+    @property
+    def host_placements(self) -> tuple[Placement, ...]:
+        return tuple(placement for placement in self.placements if not placement.is_resident)
 
     @property
     def largest_streamed_bytes(self) -> int:

@@ -266,8 +266,7 @@ class PlanEngine(Engine):
         `max_pinned_bytes` are pageable; None keeps a tenth of the available memory free to swap.
         """
         helper = Helper(library.ats)
-        host_names = set(placement.host_weight_names(plan.placements))
-        helper.set_classes((p.name, p.decode, p.prefill) for p in plan.placements if p.name in host_names)
+        helper.set_classes((item.name, item.decode, item.prefill) for item in plan.host_placements)
         for name, value in placement.device_options(plan).items():
             helper.set_option(name, value)
         if max_pinned_bytes is None:

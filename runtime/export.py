@@ -61,8 +61,7 @@ def export_plan(plan_path: Path, target: Target, model: Path | None, *, static: 
 def settings_text(plan: Plan) -> str:
     """Return the plan as the helper's settings file. Raises AtsplanError for a name that it cannot hold."""
     lines = [f"option {name} {value}" for name, value in placement.device_options(plan).items()]
-    host_names = set(placement.host_weight_names(plan.placements))
-    for item in (item for item in plan.placements if item.name in host_names):
+    for item in plan.host_placements:
         if len(item.name.split()) != 1:
             raise AtsplanError(f"The weight '{item.name}' has a space in its name; it cannot be exported.")
         lines.append(f"weight {item.name} {item.decode} {item.prefill}")

@@ -11,7 +11,6 @@ from planner.plan import Plan, WeightClass
 from planner.trace import CardSample, Change, PromptSample, TokenSample, Trace
 from planner.units import MIB, format_count, format_size
 
-from . import placement
 from .adapt import Controller, Measured, Policy, measured_token
 from .bindings import Helper
 from .host_load import HostLoad, ThreadCount
@@ -48,7 +47,6 @@ class LoadAware:
         self._adapts, self._keeps_trace = adapts, keeps_trace
         self._policy = Policy(plan, helper.choose_transfers)
         self._controller = Controller(self._policy)
-        self._host_names = set(placement.host_weight_names(plan.placements))
         self._ring_bytes = plan.vram.ring_bytes
         self._started = self._checked = self._ended = clock()
         self._pending: tuple[float, int] | None = None  # when an evaluation began, and of how many tokens
@@ -126,7 +124,7 @@ class LoadAware:
             return planned if name not in movable else "stream" if name in names else "cpu"
 
         self._helper.set_classes(
-            (p.name, decode(p.name, p.decode), p.prefill) for p in self._plan.placements if p.name in self._host_names
+            (item.name, decode(item.name, item.decode), item.prefill) for item in self._plan.host_placements
         )
 
     def _follow_free_cores(self) -> None:

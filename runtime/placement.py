@@ -25,7 +25,7 @@ def load_settings(plan: Plan) -> LoadSettings:
     on the host and copies the matrix to the device. On the host, both uses share one pinned copy.
     """
     workload = plan.workload
-    patterns = group_names(host_weight_names(plan.placements))
+    patterns = group_names([placement.name for placement in plan.host_placements])
     if len(patterns) > MAX_OVERRIDES:
         raise DeviceError(f"The plan needs {len(patterns)} placement patterns; llama.cpp takes {MAX_OVERRIDES}.")
     return LoadSettings(
@@ -54,12 +54,6 @@ def device_options(plan: Plan) -> dict[str, int]:
     }
 
 
-def host_weight_names(placements: Sequence[Placement]) -> list[str]:
-    """Return the names that live in host memory only. A name that is also resident (tied output) is not one."""
-    resident = {placement.name for placement in placements if placement.is_resident}
-    return list(dict.fromkeys(placement.name for placement in placements if placement.name not in resident))
-
-
 def group_names(names: Sequence[str]) -> list[str]:
     """Return anchored regular expressions that match exactly `names`, one for many numbers of the same name.
 
@@ -84,8 +78,8 @@ def check_locations(placements: Sequence[Placement], locations: Sequence[WeightL
 
     Host weights must lie in the buffer type `pinned_type`.
     """
-    host_names = set(host_weight_names(placements))
-    resident_names = {placement.name for placement in placements} - host_names
+    host_names = {placement.name for placement in placements if not placement.is_resident}
+    resident_names = {placement.name for placement in placements if placement.is_resident}
     found: dict[str, set[str]] = {}
     for location in locations:
         where = location.buffer_type if location.is_host or location.buffer_type == pinned_type else "VRAM"

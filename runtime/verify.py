@@ -12,8 +12,6 @@ from planner.hardware import Software
 from planner.plan import Plan
 from planner.units import format_size
 
-from .placement import host_weight_names
-
 
 def find_model(plan: Plan, plan_path: Path, given: Path | None) -> Path:
     """Return the plan's model file: `given`, or next to the plan, here, or where it was profiled.
@@ -67,9 +65,7 @@ def check_memory(plan: Plan, free_vram_bytes: int | None, available_host_bytes: 
             f"The plan needs {format_size(needed)} of VRAM, {format_size(needed - free_vram_bytes)} more than is free.",
             "Close what uses the GPU, or solve again with a smaller --vram.",
         )
-    host_names = set(host_weight_names(plan.placements))
-    sizes = {placement.name: placement.size_bytes for placement in plan.placements if placement.name in host_names}
-    needed = sum(sizes.values())
+    needed = sum(placement.size_bytes for placement in plan.host_placements)
     if available_host_bytes is not None and needed > available_host_bytes:
         raise DeviceError(
             f"The plan keeps {format_size(needed)} of weights in host memory, "

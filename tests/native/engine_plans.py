@@ -36,7 +36,10 @@ def plan_for(
     software: Software | None = None,
     experts: ExpertPolicy | None = None,
 ) -> Plan:
-    """Return a plan whose figures are all zero, except those that decide what is executed."""
+    """Return a plan whose figures are all zero, except those that decide what is executed.
+
+    Of placements with the same name, it is the last: a tied embedding's is that of the output.
+    """
     return Plan(
         model=read_model_info(model),
         hardware=HARDWARE,
@@ -45,7 +48,7 @@ def plan_for(
         device="sim",
         vram=VramBudget(1 << 30, 0, 0, 0, ring_bytes, 0, 0, 0),
         prefill_min_tokens=prefill_min_tokens,
-        placements=tuple(placements),
+        placements=tuple({placement.name: placement for placement in placements}.values()),
         solver=SolverReport("paper", "optimal", 0.0, 0.0, 0.0),
         prediction=Prediction(0.0, 0.0, 0, 0, 0, 0.0, 0.0, 0.0),
         is_simulated=True,

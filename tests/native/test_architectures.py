@@ -25,7 +25,6 @@ from profiler.synthetic_model import write_synthetic_model
 from runtime import inspect_model as inspection
 from runtime.engine import Engine, PlanEngine
 from runtime.library import Library, load
-from runtime.placement import host_weight_names
 from runtime.session import LoadSettings
 from tests.native.engine_plans import plan_for, random_placements
 from tests.native.test_engine_logits import logits_of
@@ -111,7 +110,7 @@ def test_profile_solve_run(library: Library, tmp_path: Path, name: str) -> None:
     (path,) = write_synthetic_model(tmp_path / "model.gguf", name)
     profile = profiled(path)
     plan = solved(on_a_gpu(profile))
-    assert set(host_weight_names(plan.placements)) - {weight.name for weight in profile.weights if weight.is_input}
+    assert {item.name for item in plan.host_placements} - {weight.name for weight in profile.weights if weight.is_input}
     expected = logits_of(Engine(library, path, LoadSettings(N_CONTEXT, N_UBATCH, 1)))
     assert np.isfinite(expected).all()
     assert expected.std() > 0

@@ -13,7 +13,6 @@ from runtime import commands
 from runtime.bindings import Helper
 from runtime.engine import Engine, PlanEngine
 from runtime.library import load
-from runtime.placement import host_weight_names
 from runtime.session import LoadSettings
 from tests.native.engine_plans import plan_for, uniform_placements, weights_of
 from tests.native.test_run_command import SOFTWARE, detect
@@ -22,8 +21,7 @@ TOKENS = [5, 77, 99, 42, 7, 100, 3, 9]
 
 
 def host_weights_bytes(plan: Plan) -> int:
-    sizes = {placement.name: placement.size_bytes for placement in plan.placements}  # the tied matrix is there twice
-    return sum(sizes[name] for name in host_weight_names(plan.placements))
+    return sum(placement.size_bytes for placement in plan.host_placements)
 
 
 @pytest.mark.parametrize(("max_pinned_bytes", "n_pieces_pinned"), [(0, 2), (70 * MIB, 1), (1, 0)])

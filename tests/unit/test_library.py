@@ -139,7 +139,7 @@ def test_placements_must_make_sense(plan_path: Path, plan: Plan) -> None:
     raw = json.loads(to_json(plan))["placements"]
     costs = asdict(WeightCosts(1e-3, 1e-4, 1e-3, 1e-5, ring_bytes=0))
     for placements, problem in (
-        ([*raw, raw[1]], "a weight is placed twice"),
+        ([*raw, raw[1]], f"placements: {raw[1]['name']} is placed twice"),
         ([raw[0], raw[1] | {"decode": "gpu", "prefill": "cpu"}, *raw[2:]], "placements.1: decode and prefill must"),
         ([raw[0], raw[1] | {"decode": "cpu", "prefill": "gpu"}, *raw[2:]], "placements.1: decode and prefill must"),
         ([raw[0], raw[1] | {"costs": costs}, *raw[2:]], "placements.1: costs.ring_bytes must hold the weight's"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planner.errors import MismatchError
 from planner.plan import Placement
 from runtime.bindings import WeightLocation
-from runtime.placement import check_locations, group_names, host_weight_names
+from runtime.placement import check_locations, group_names
 
 NAMES = st.lists(
     st.one_of(
@@ -45,20 +45,15 @@ def test_patterns_match_the_names_and_no_other(names: list[str], others: list[st
 
 def placements() -> list[Placement]:
     return [
-        Placement("embedding", 10, "cpu", "cpu"),
         Placement("up", 10, "stream", "cpu"),
         Placement("down", 10, "gpu", "gpu"),
-        Placement("embedding", 10, "gpu", "gpu"),  # the tied output matrix
+        Placement("embedding", 10, "gpu", "gpu"),  # as the output matrix; llama.cpp reads its rows on the host
     ]
 
 
 def locations(**changes: str) -> list[WeightLocation]:
     where = {"up": "Pinned", "down": "GPU", "embedding": "CPU", "embedding again": "GPU"} | changes
     return [WeightLocation(name.split()[0], kind, kind == "CPU") for name, kind in where.items()]
-
-
-def test_a_name_that_is_also_resident_needs_no_override() -> None:
-    assert host_weight_names(placements()) == ["up"]
 
 
 def test_weights_where_they_belong_pass() -> None:
