@@ -8,7 +8,7 @@ from pathlib import Path
 from . import __version__, cache, library
 from .errors import AtsplanError
 from .measurements import Profile
-from .memory import fixed_memory, granule_bytes, is_decided, vram_bytes
+from .memory import decided, fixed_memory, vram_bytes
 from .plan import Plan
 from .replay import prompt_seconds, simulate_plan
 
@@ -77,11 +77,11 @@ def _prediction_problems(plan: Plan, profile: Profile) -> Iterator[str]:
         yield "it was made for other software than its profile"
     fixed = fixed_memory(profile, plan.workload, plan.vram.margin_bytes, plan.vram.budget_bytes)
     is_current = plan.software.atsplan == __version__
-    granule = granule_bytes(profile.weights)
     resident = {placement.name for placement in plan.placements if placement.is_resident}
-    decided = {w.name: vram_bytes(w) for w in profile.weights if w.name in resident and is_decided(w, granule)}
+    uses = zip(profile.weights, decided(profile.weights), strict=True)
+    chosen = {weight.name: vram_bytes(weight) for weight, is_decided in uses if is_decided and weight.name in resident}
     expected = {
-        "weights": fixed.resident_bytes + sum(decided.values()), "context": fixed.context_bytes,
+        "weights": fixed.resident_bytes + sum(chosen.values()), "context": fixed.context_bytes,
         "compute": fixed.compute_bytes, "overhead": fixed.overhead_bytes,
     }  # fmt: skip
     if not is_current and plan.vram.overhead_bytes == profile.device_overhead_bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .errors import AtsplanError, InfeasibleError
@@ -66,9 +66,13 @@ def granule_bytes(weights: Iterable[WeightUse]) -> int:
     return granule
 
 
-def is_decided(weight: WeightUse, granule: int) -> bool:
-    """Tell whether a plan chooses this weight's place. Inputs stay on the host; small ones and the rest in VRAM."""
-    return not weight.is_input and weight.op in ("MUL_MAT", "MUL_MAT_ID") and weight.size_bytes >= granule
+def decided(weights: Sequence[WeightUse]) -> tuple[bool, ...]:
+    """Tell of each of a model's weights whether a plan chooses its place: products of at least a granule.
+
+    Inputs stay on the host, everything else in VRAM.
+    """
+    granule = granule_bytes(weights)
+    return tuple(weight.is_product and weight.size_bytes >= granule for weight in weights)
 
 
 def fixed_memory(
@@ -78,12 +82,11 @@ def fixed_memory(
 
     Raises AtsplanError if the workload's settings are not among the profile's memory cases.
     """
-    granule = granule_bytes(profile.weights)
     context_bytes, compute_bytes = _context_and_compute(profile, workload)
     always_resident = {
         weight.name: vram_bytes(weight)
-        for weight in profile.weights
-        if not weight.is_input and not is_decided(weight, granule)
+        for weight, is_decided in zip(profile.weights, decided(profile.weights), strict=True)
+        if not weight.is_input and not is_decided
     }
     fixed = FixedMemory(
         resident_bytes=sum(always_resident.values()),

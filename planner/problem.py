@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from .errors import AtsplanError
 from .measurements import Contention, HostTiming, Profile, WeightUse
-from .memory import KV_GRANULE, granule_bytes, is_decided, padding_bytes, vram_bytes
+from .memory import KV_GRANULE, decided, padding_bytes, vram_bytes
 from .units import MIB
 from .workload import Workload
 
@@ -85,12 +85,11 @@ class Graph:
 
 def find_units(weights: Sequence[WeightUse]) -> tuple[Unit, ...]:
     """Return the units to decide about, in order of first use."""
-    granule = granule_bytes(weights)
     members: dict[object, list[int]] = {}
     n_products = 0  # before every layer's experts comes at least its router
-    for index, weight in enumerate(weights):
+    for index, (weight, is_decided) in enumerate(zip(weights, decided(weights), strict=True)):
         n_products += weight.op == "MUL_MAT"
-        if is_decided(weight, granule):
+        if is_decided:
             key = n_products if weight.op == "MUL_MAT_ID" else weight.name
             members.setdefault(key, []).append(index)
     units = []
@@ -136,23 +135,21 @@ def costs(profile: Profile, graph: Graph, n_tokens: int, n_threads: int, n_past:
     """
     kernels = Kernels(profile)
     weights = profile.weights
-    matmuls = [weight.op in ("MUL_MAT", "MUL_MAT_ID") and not weight.is_input for weight in weights]
     tokens = [1 if last else n_tokens for last in graph.is_terminal]
     uses = range(len(weights))
     crossing = _crossing(profile, n_threads)
     copy = _copy(profile)
     contention = _nearest(profile.contention, n_threads) or Contention(n_threads, 1.0, 1.0, 1.0, 1.0)
     warm, cold = _host(profile, n_threads)
-    granule = granule_bytes(weights)
-    decided = [is_decided(weight, granule) for weight in weights]
-    padding = [copy(padding_bytes(weights[i])) if decided[i] and padding_bytes(weights[i]) else 0.0 for i in uses]
+    is_decided = decided(weights)
+    padding = [copy(padding_bytes(weights[i])) if is_decided[i] and padding_bytes(weights[i]) else 0.0 for i in uses]
     return Costs(
         n_tokens=n_tokens,
         n_threads=n_threads,
-        cpu=tuple(kernels.seconds(weights[i], "cpu", tokens[i], n_threads) if decided[i] else 0.0 for i in uses),
-        gpu=tuple(kernels.seconds(weights[i], "gpu", tokens[i], 0) if matmuls[i] else 0.0 for i in uses),
+        cpu=tuple(kernels.seconds(weights[i], "cpu", tokens[i], n_threads) if is_decided[i] else 0.0 for i in uses),
+        gpu=tuple(kernels.seconds(weights[i], "gpu", tokens[i], 0) if weights[i].is_product else 0.0 for i in uses),
         gpu_before=_spread_glue(profile, graph, n_tokens, n_past),
-        link=tuple(copy(weights[i].size_bytes) + padding[i] if decided[i] else 0.0 for i in uses),
+        link=tuple(copy(weights[i].size_bytes) + padding[i] if is_decided[i] else 0.0 for i in uses),
         down=tuple(crossing(weights[i].input_bytes * tokens[i]) / 2 for i in uses),
         up=tuple(crossing(weights[i].output_bytes * tokens[i]) / 2 for i in uses),
         host_launch=warm[0],
@@ -252,14 +249,13 @@ def _spread_glue(profile: Profile, graph: Graph, n_tokens: int, n_past: float | 
     Those are norms and other small weights, and what joins results that left the CPU's reach (attention).
     """
     total = _glue(profile, n_tokens, n_past)
-    granule = granule_bytes(profile.weights)
-    decided = [is_decided(weight, granule) for weight in profile.weights]
+    is_decided = decided(profile.weights)
     places = []
     for index, weight in enumerate(profile.weights):
-        follows_another = index > 0 and decided[index - 1] and graph.inputs[index] != graph.inputs[index - 1]
+        follows_another = index > 0 and is_decided[index - 1] and graph.inputs[index] != graph.inputs[index - 1]
         operands = _operands(profile.weights, graph.inputs[index], index)
         joins = follows_another and any(graph.leaves_cpu[source] for source in operands)
-        places.append(not weight.is_input and (joins or not decided[index]))
+        places.append(not weight.is_input and (joins or not is_decided[index]))
     share = total / max(1, sum(places))
     return tuple(share if place else 0.0 for place in places)
 

@@ -8,7 +8,7 @@ from typing import Literal
 from .errors import MismatchError
 from .experts import find_experts
 from .measurements import Profile
-from .memory import granule_bytes, is_decided
+from .memory import decided
 from .plan import Plan, WeightClass
 from .problem import build_graph, costs, find_units, mean_past
 from .prompt import PromptProblem
@@ -46,6 +46,6 @@ def prompt_seconds(profile: Profile, plan: Plan) -> float:
 
 def plan_classes(profile: Profile, plan: Plan, phase: Literal["decode", "prefill"]) -> list[WeightClass]:
     """Return the plan's classes per use of a weight, as the simulator takes them."""
-    granule = granule_bytes(profile.weights)
     by_name = {placement.name: getattr(placement, phase) for placement in plan.placements}
-    return [by_name[w.name] if is_decided(w, granule) else "gpu" for w in profile.weights]
+    uses = zip(profile.weights, decided(profile.weights), strict=True)
+    return [by_name[weight.name] if is_decided else "gpu" for weight, is_decided in uses]

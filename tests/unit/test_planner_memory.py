@@ -8,7 +8,7 @@ import pytest
 
 from planner.errors import AtsplanError, InfeasibleError
 from planner.measurements import WeightUse
-from planner.memory import available_bytes, fixed_memory, granule_bytes, is_decided, vram_budget, vram_bytes
+from planner.memory import available_bytes, decided, fixed_memory, granule_bytes, vram_budget, vram_bytes
 from planner.units import KIB, MIB
 from planner.workload import Workload
 from tests.unit.planner_profiles import QWEN3_14B, Shapes, synthetic_profile
@@ -36,10 +36,14 @@ def test_granule_is_one_mib_for_all_but_small_models() -> None:
 
 
 def test_what_is_decided() -> None:
-    assert is_decided(weight("f16", (1, 1), MIB), MIB)
-    assert not is_decided(weight("f16", (1, 1), MIB - 1), MIB)
-    assert not is_decided(weight("f32", (1, 1), 9 * MIB, op="ADD"), MIB)
-    assert not is_decided(weight("f16", (1, 1), 9 * MIB, op="GET_ROWS", is_input=True), MIB)
+    weights = [
+        weight("f16", (1, 1), MIB),
+        weight("f16", (1, 1), MIB - 1),
+        weight("f32", (1, 1), 9 * MIB, op="ADD"),
+        weight("f16", (1, 1), 9000 * MIB, op="GET_ROWS", is_input=True),
+    ]
+    assert granule_bytes(weights) == MIB
+    assert decided(weights) == (True, False, False, False)
 
 
 def test_fixed_memory_of_a_14b() -> None:
@@ -71,9 +75,8 @@ def test_embedding_on_the_host_costs_nothing_and_a_tied_one_can_live_on_both_sid
     tied = synthetic_profile(Shapes("t", 1, 2048, 2048, 256, 4096, 32000, tied=True))
     first, last = tied.weights[0], tied.weights[-1]
     assert first.name == last.name
-    granule = granule_bytes(tied.weights)
-    assert not is_decided(first, granule)
-    assert is_decided(last, granule)
+    is_decided = decided(tied.weights)
+    assert (is_decided[0], is_decided[-1]) == (False, True)
     assert fixed_memory(tied, WORKLOAD).resident_bytes == 3 * 2048 * 4
 
 
