@@ -112,12 +112,12 @@ def is_too_noisy(profile: Profile) -> bool:
     return noisy_fraction(profile) > MAX_NOISY_FRACTION
 
 
-def plan_key(profile: Profile, budget_bytes: int, workload: Workload, objective: str, margin_bytes: int) -> str:
+def plan_key(profile: Profile, budget_bytes: int, workload: Workload, objective: str) -> str:
     """Return the key of the plan that these inputs give: they, and the planner's own code, decide everything."""
     code = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         code.update(source.read_bytes())
-    inputs = [to_json(profile), budget_bytes, asdict(workload), objective, margin_bytes, code.hexdigest()]
+    inputs = [to_json(profile), budget_bytes, asdict(workload), objective, code.hexdigest()]
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:32]
 
 

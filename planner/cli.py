@@ -15,7 +15,7 @@ from .errors import AtsplanError, InfeasibleError, UsageError
 from .examples import examples
 from .gguf_model import read_model_info
 from .measurements import ModelInfo, Profile
-from .memory import DEFAULT_MARGIN_BYTES, KV_GRANULE
+from .memory import KV_GRANULE
 from .plan import Plan
 from .plans_cli import Here
 from .plans_cli import register as register_plans
@@ -320,7 +320,7 @@ def solve_cached(
     """Return the plan and whether it was made before. A check is made, not looked up."""
     from .solve import solve
 
-    key = cache.plan_key(profile, budget_bytes, workload, objective.value, DEFAULT_MARGIN_BYTES)
+    key = cache.plan_key(profile, budget_bytes, workload, objective.value)
     known = None if check or force else cache.find_plan(key)
     if known is not None:
         return known, True

@@ -168,7 +168,7 @@ def _inspect(
     """Return the graph, the memory cases for a grid of contexts and KV types, and notes on what does not work."""
     contexts = sorted({settings.n_context, *(n for n in MEMORY_CONTEXTS if n <= n_context_train)})
     first, *others = USUAL_KV_TYPES
-    inspection = inspect_model(path, device, contexts, [settings.n_ubatch], first, first)
+    inspection = inspect_model(path, device, contexts, settings.n_ubatch, first, first)
     memory, notes = list(inspection.memory), []
     if inspection.unsupported_ops:
         notes.append(f"the GPU leaves to the CPU what it cannot compute: {', '.join(inspection.unsupported_ops)}")
@@ -185,7 +185,7 @@ def with_kv_types(profile: Profile, path: Path, device: str, type_k: str, type_v
     path = read_gguf(path).paths[0]
     device = _inspected_device(device)
     contexts = sorted({case.n_context for case in profile.memory})
-    usual = inspect_model(path, device, [profile.n_context], [profile.n_ubatch])
+    usual = inspect_model(path, device, [profile.n_context], profile.n_ubatch)
     memory = _kv_memory(path, device, contexts, profile.n_ubatch, type_k, type_v, usual)
     return replace(profile, memory=profile.memory + memory)
 
@@ -194,7 +194,7 @@ def _kv_memory(
     path: Path, device: str, contexts: Sequence[int], n_ubatch: int, type_k: str, type_v: str, usual: Inspection
 ) -> tuple[MemoryCase, ...]:
     try:
-        inspection = inspect_model(path, device, contexts, [n_ubatch], type_k, type_v)
+        inspection = inspect_model(path, device, contexts, n_ubatch, type_k, type_v)
         reason = "the GPU would leave attention to the CPU."
     except AtsplanError as error:
         inspection, reason = None, error.message

@@ -19,8 +19,6 @@ import numpy as np
 from planner.patterns import even_order
 from planner.plan import Placement, Plan
 
-from .bindings import Statistics
-
 DEVIATION = 0.15  # of a token's time, or of a lane's, since it was last looked at
 NOISE = 3.0  # a deviation is also this many times the usual one
 MIN_GAIN = 0.02  # of a token's time that the model must promise
@@ -330,17 +328,6 @@ class Controller:
         link_speed = 1 / model.link_factor if model.link_factor > 0 else 1.0
         text = f"{reason}: CPU at {cpu_speed:.0%}, link at {link_speed:.0%} of the plan"
         return Decision(before, streamed, text, cpu_speed, link_speed)
-
-
-def measured_token(seconds: float, before: Statistics, after: Statistics) -> Measured:
-    """Return one token from the engine's counters before and after it."""
-    return Measured(
-        seconds=seconds,
-        cpu_seconds=max(0, after.cpu_ns - before.cpu_ns) / 1e9,
-        wait_seconds=max(0, after.wait_gpu_ns - before.wait_gpu_ns) / 1e9,
-        link_seconds=max(0, after.link_busy_ns - before.link_busy_ns) / 1e9,
-        streamed_bytes=max(0, after.streamed_bytes - before.streamed_bytes),
-    )
 
 
 def _deviation(recent: Sequence[Measured], usual: Sequence[Measured]) -> str:

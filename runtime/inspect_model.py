@@ -43,13 +43,12 @@ def inspect_model(
     path: str | os.PathLike[str],
     device: str,
     n_contexts: Sequence[int],
-    n_ubatches: Sequence[int],
+    n_ubatch: int,
     type_k: str = "f16",
     type_v: str = "f16",
-    flash_attention: bool = True,
 ) -> Inspection:
     """Ask llama.cpp, with every layer on `device` ("sim", "cuda0", ...). Raises AtsplanError."""
-    request = [os.fspath(path), device, list(n_contexts), list(n_ubatches), type_k, type_v, flash_attention]
+    request = [os.fspath(path), device, list(n_contexts), n_ubatch, type_k, type_v, True]
     purpose = f"llama.cpp cannot use {path}"
     answer = child.call("runtime.inspect_model", request, purpose=purpose, timeout_seconds=TIMEOUT_SECONDS)
     return from_json(answer.encode(), Inspection, f"llama.cpp's description of {path}")
@@ -59,7 +58,7 @@ def _inspect(
     path: str,
     device: str,
     n_contexts: Sequence[int],
-    n_ubatches: Sequence[int],
+    n_ubatch: int,
     type_k: str,
     type_v: str,
     flash_attention: bool,
@@ -68,29 +67,28 @@ def _inspect(
     ggml, helper = Ggml(library.ggml), Helper(library.ats)
     device_type = ggml.buffer_type_name(HYBRID_DEVICE)
 
-    def settings(n_context: int, n_ubatch: int) -> LoadSettings:
+    def settings(n_context: int) -> LoadSettings:
         return LoadSettings(
             n_context, n_ubatch, n_threads=1, type_k=type_k, type_v=type_v, flash_attention=flash_attention,
             devices=(HYBRID_DEVICE,), no_alloc=True,
         )  # fmt: skip
 
     with ExitStack() as stack:
-        model = stack.enter_context(open_model(Path(path), settings(n_contexts[0], n_ubatches[0]), ggml))
+        model = stack.enter_context(open_model(Path(path), settings(n_contexts[0]), ggml))
         cases = []
         for n_context in n_contexts:
-            for n_ubatch in n_ubatches:
-                with open_context(model, settings(n_context, n_ubatch), ggml) as context:
-                    rows = helper.memory_breakdown(context)
-                on_device = [row for row in rows if row.buffer_type == device_type]
-                cases.append(
-                    MemoryCase(
-                        n_context, n_ubatch, type_k, type_v, flash_attention,
-                        context_bytes=sum(row.context_bytes for row in on_device),
-                        compute_bytes=sum(row.compute_bytes for row in on_device),
-                        host_compute_bytes=sum(row.compute_bytes for row in rows if row.buffer_type != device_type),
-                    )
-                )  # fmt: skip
-        largest = settings(max(n_contexts), max(n_ubatches))
+            with open_context(model, settings(n_context), ggml) as context:
+                rows = helper.memory_breakdown(context)
+            on_device = [row for row in rows if row.buffer_type == device_type]
+            cases.append(
+                MemoryCase(
+                    n_context, n_ubatch, type_k, type_v, flash_attention,
+                    context_bytes=sum(row.context_bytes for row in on_device),
+                    compute_bytes=sum(row.compute_bytes for row in on_device),
+                    host_compute_bytes=sum(row.compute_bytes for row in rows if row.buffer_type != device_type),
+                )
+            )  # fmt: skip
+        largest = settings(max(n_contexts))
         context = stack.enter_context(open_context(model, largest, ggml))
         n_prefill_tokens = min(largest.n_ubatch, largest.n_context)
         on_device = [row for row in helper.memory_breakdown(context) if row.buffer_type == device_type]

@@ -11,8 +11,8 @@ from planner.plan import Plan, WeightClass
 from planner.trace import CardSample, Change, PromptSample, TokenSample, Trace
 from planner.units import MIB, format_count, format_size
 
-from .adapt import Controller, Measured, Policy, measured_token
-from .bindings import Helper
+from .adapt import Controller, Measured, Policy
+from .bindings import Helper, Statistics
 from .host_load import HostLoad, ThreadCount
 
 LOW_VRAM_BYTES = 256 * MIB  # free on the card: below, the ring shrinks to its smallest size
@@ -88,7 +88,7 @@ class LoadAware:
                 self._prompts.append(PromptSample(now - self._started, now - began, n_tokens))
             return
         self._n_warmup -= 1
-        token = measured_token(now - began, self._counters, self._helper.statistics())
+        token = _measured(now - began, self._counters, self._helper.statistics())
         if self._keeps_trace:
             self._tokens.append(_sample(now - self._started, token))
         if self._adapts:
@@ -190,4 +190,15 @@ class LoadAware:
 def _sample(at_seconds: float, token: Measured) -> TokenSample:
     return TokenSample(
         at_seconds, token.seconds, token.cpu_seconds, token.wait_seconds, token.link_seconds, token.streamed_bytes
+    )
+
+
+def _measured(seconds: float, before: Statistics, after: Statistics) -> Measured:
+    """Return one token from the engine's counters before and after it."""
+    return Measured(
+        seconds=seconds,
+        cpu_seconds=max(0, after.cpu_ns - before.cpu_ns) / 1e9,
+        wait_seconds=max(0, after.wait_gpu_ns - before.wait_gpu_ns) / 1e9,
+        link_seconds=max(0, after.link_busy_ns - before.link_busy_ns) / 1e9,
+        streamed_bytes=max(0, after.streamed_bytes - before.streamed_bytes),
     )

@@ -53,7 +53,7 @@ def logits(
         devices = (device.upper(),) if device != "sim" else ()
         engine = Engine(library, model, replace(SETTINGS, devices=devices))
     else:
-        weights = inspect_model(model, device, [SETTINGS.n_context], [SETTINGS.n_ubatch]).weights_decode
+        weights = inspect_model(model, device, [SETTINGS.n_context], SETTINGS.n_ubatch).weights_decode
         min_tokens = 129 if seed == 2 else 8  # the prompt as decoded tokens are, or not
         placements = random_placements(weights, seed)
         plan = plan_for(

@@ -21,7 +21,7 @@ def weights_of(
     model: Path, n_context: int = 256, n_ubatch: int = 32, *, flash_attention: bool = True
 ) -> tuple[WeightUse, ...]:
     """Return the weights as `inspect_model` does, but in this process: a child of its own takes a second."""
-    return _inspect(str(model), "sim", [n_context], [n_ubatch], "f16", "f16", flash_attention).weights_decode
+    return _inspect(str(model), "sim", [n_context], n_ubatch, "f16", "f16", flash_attention).weights_decode
 
 
 def plan_for(

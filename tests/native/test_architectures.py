@@ -74,9 +74,9 @@ def library(native_helper: Path) -> Iterator[Library]:
 
 
 def inspect_here(
-    path: Path, device: str, contexts: list[int], ubatches: list[int], type_k: str, type_v: str
+    path: Path, device: str, contexts: list[int], n_ubatch: int, type_k: str, type_v: str
 ) -> inspection.Inspection:
-    return inspection._inspect(str(path), device, contexts, ubatches, type_k, type_v, True)
+    return inspection._inspect(str(path), device, contexts, n_ubatch, type_k, type_v, True)
 
 
 def profiled(path: Path) -> Profile:

@@ -34,7 +34,7 @@ def library(native_helper: Path) -> Library:
 
 @pytest.fixture(scope="module")
 def inspected(library: Library, smollm2: Path) -> Inspection:
-    return inspect_model(smollm2, "sim", [256], [32])
+    return inspect_model(smollm2, "sim", [256], 32)
 
 
 @pytest.fixture(scope="module")

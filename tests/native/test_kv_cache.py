@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def inspected(library: Library, model: Path) -> Inspection:
-    return inspect_model(model, "sim", [256], [32])
+    return inspect_model(model, "sim", [256], 32)
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,9 @@ def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "CROSSING_SIZES_BYTES", (4 * KIB, MIB))
 
 
-def inspect_here(path: Path, device: str, contexts: list[int], ubatches: list[int], *kv_types: str) -> Inspection:
+def inspect_here(path: Path, device: str, contexts: list[int], n_ubatch: int, *kv_types: str) -> Inspection:
     """Inspect in this process: the profile's own inspection has a child, as for everybody."""
-    return _inspect(str(path), device, contexts, ubatches, *(kv_types or ("f16", "f16")), True)
+    return _inspect(str(path), device, contexts, n_ubatch, *(kv_types or ("f16", "f16")), True)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_what_the_gpu_leaves_to_the_cpu_is_asked_for_a_token_and_for_a_batch(
 ) -> None:
     left = {1: ("ROPE",), N_UBATCH: ("ROPE", "ARGSORT")}
     monkeypatch.setattr(Helper, "unsupported_ops", lambda self, context, n_tokens: left[n_tokens])
-    assert inspect_here(smollm2, "sim", [256], [N_UBATCH]).unsupported_ops == ("ARGSORT", "ROPE")
+    assert inspect_here(smollm2, "sim", [256], N_UBATCH).unsupported_ops == ("ARGSORT", "ROPE")
 
 
 def test_a_kv_cache_that_the_profile_does_not_know(profile: Profile) -> None:

@@ -39,7 +39,7 @@ def write_broken_model(folder: Path, key: str, value: object) -> Path:
 
 
 def write_plan(model: Path, n_context: int = 256) -> Path:
-    weights = inspect_model(model, "sim", [n_context], [32]).weights_decode
+    weights = inspect_model(model, "sim", [n_context], 32).weights_decode
     plan = plan_for(model, random_placements(weights, 1), n_context=n_context, software=detect_software())
     write_record(model.with_name("plan.json"), plan)
     return model.with_name("plan.json")
@@ -87,7 +87,7 @@ def test_a_measurement_that_llama_cpp_gives_up_on(native_helper: Path, tmp_path:
 def test_inspection_of_what_llama_cpp_gives_up_on(native_helper: Path, tmp_path: Path) -> None:
     model = write_broken_model(tmp_path, "block_count", 0)
     with pytest.raises(Exception, match=r"llama\.cpp cannot use .*GGML_ASSERT\(hparams.n_layer_all > 0") as caught:
-        inspect_model(model, "sim", [256], [32])
+        inspect_model(model, "sim", [256], 32)
     assert "\n" not in str(caught.value)
 
 
