@@ -25,12 +25,12 @@ MAX_FILE_BYTES = 64 * 1024**2  # a 70B model's profile takes about 2 MB; more is
 MAX_INTEGER = 2**53  # larger ones do not survive other programs' JSON, and overflow the solvers
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a stranger's file must not steer the terminal
 MAX_NUMBER = 1e18  # larger rates than of any machine; quotients of larger ones overflow
-_TELLING = {  # by a field that the others lack
-    "placements": "plan",
-    "kernels": "profile",
-    "measured": "bench result",
-    "tokens": "trace",
-    "adaptive": "pressure result",
+_TELLING = {  # fields that the others lack; of a damaged file, some may be there
+    "plan": ("placements", "prediction"),
+    "profile": ("kernels", "weights"),
+    "bench result": ("measured", "ablations"),
+    "trace": ("tokens", "changes"),
+    "pressure result": ("adaptive", "static"),
 }
 _DAMAGED = "Make it again, or get another copy."
 MAX_SECONDS = 1e6  # a longer measurement is a wrong unit; a sum of them in nanoseconds would overflow
@@ -135,7 +135,7 @@ def _kind_name(cls: type[Any]) -> str:
 
 
 def _telling_kind(raw: dict[str, Any]) -> str:
-    return next((kind for field, kind in _TELLING.items() if field in raw), "")
+    return next((kind for kind, fields in _TELLING.items() if raw.keys() & fields), "")
 
 
 def write_record(path: str | os.PathLike[str], record: object) -> None:
@@ -216,7 +216,7 @@ def _check_kind(raw: dict[str, Any], cls: type[Any], source: str) -> None:
     if missing and raw.keys() - {field.name for field in fields}:
         kind = _kind_name(cls)
         found = _telling_kind(raw)
-        reason = f"it is a {found}" if found else f"{missing[0]} is missing"
+        reason = f"it is a {found}" if found not in ("", kind) else f"{missing[0]} is missing"
         raise InvalidFileError(f"{source}: not a {kind}: {reason}.", f"Name a {kind}.")
 
 

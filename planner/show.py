@@ -29,7 +29,8 @@ def show_plan(plan: Plan, profile: Profile | None, *, timeline: bool, html: Path
     """Print the plan, and draw it where asked. Only the timeline needs the profile; drawings show what there is."""
     if timeline and profile is None:
         raise AtsplanError(
-            "The timeline needs the profile that the plan was made from.", "Give it with --profile FILE."
+            "The timeline needs the profile that the plan was made from.",
+            "Give it with --profile FILE, or solve again if the model was measured anew since.",
         )
     token = simulate_plan(profile, plan) if profile else None
     names = [weight.name for weight in profile.weights] if profile else []

@@ -154,15 +154,16 @@ def static_problem(problem: DecodeProblem) -> tuple[list[int], list[int], list[i
 def _cut_budget(profile: Profile, budget_bytes: int) -> tuple[int, list[str]]:
     """Return what of the budget the card can give, and a note if that is less."""
     card_bytes = profile.hardware.gpu.memory_bytes if profile.hardware.gpu is not None else 0
-    free_bytes, why_free = profile.state.gpu_memory_free_bytes, "other programs left free when it was profiled"
+    free_bytes = profile.state.gpu_memory_free_bytes
+    why_free = f"{format_size(free_bytes)} were free when it was profiled"
     if free_bytes and profile.state.gpu_has_display:
         free_bytes = max(1, free_bytes - DISPLAY_RESERVE_BYTES)
-        why_free += f", less {format_size(DISPLAY_RESERVE_BYTES)} for what else a desktop takes"
+        why_free += f", less {format_size(DISPLAY_RESERVE_BYTES)} for what a desktop takes now and then"
     notes = []
-    for limit_bytes, why in ((card_bytes, "the card has"), (free_bytes, why_free)):
+    for limit_bytes, why in ((card_bytes, "the card has no more"), (free_bytes, why_free)):
         if 0 < limit_bytes < budget_bytes:
             budget_bytes = limit_bytes
-            notes.append(f"The budget was cut to the {format_size(limit_bytes)} that {why}.")
+            notes.append(f"The budget was cut to {format_size(limit_bytes)}: {why}.")
     return budget_bytes, notes
 
 

@@ -87,29 +87,23 @@ def expected_stamp(llama: Llama, source_folder: Path = SOURCE_FOLDER) -> str:
     return f"llama-cpp-python {llama.version}, sources {digest.hexdigest()[:16]}"
 
 
-def native_helper(
-    report: Report = lambda message: None, source_folder: Path = SOURCE_FOLDER, anew: bool = False
-) -> Path:
+def native_helper(report: Report = lambda message: None, source_folder: Path = SOURCE_FOLDER) -> Path:
     """Return the helper's shared library, building it if need be; `report` gets one line per step that takes time.
 
-    ATSPLAN_NATIVE names a library built elsewhere, ATSPLAN_LLAMA_SDIST a downloaded llama_cpp_python-X.tar.gz. With
-    `anew`, nothing that was compiled before is used, for a helper that cannot be loaded any more.
+    ATSPLAN_NATIVE names a library built elsewhere, ATSPLAN_LLAMA_SDIST a downloaded llama_cpp_python-X.tar.gz.
     Raises AtsplanError without a compiler, network or a successful compilation.
     """
-    found = built_helper(source_folder)
-    if found and (not anew or os.environ.get("ATSPLAN_NATIVE")):
+    if found := built_helper(source_folder):
         return found
     llama = find_llama()
     stamp = expected_stamp(llama, source_folder)
     library = _library_path(llama, stamp)
     with locked(cache_folder() / "native"):
-        if anew or not _is_intact(library):  # else another process has built it meanwhile
+        if not _is_intact(library):  # else another process has built it meanwhile
             compilers = find_compilers(llama)
             headers = llama_headers(llama, report)
             report("Building the native helper (once for this version) ...")
             library.parent.mkdir(exist_ok=True)
-            if anew:
-                shutil.rmtree(_object_folder(), ignore_errors=True)
             _compile(compilers, llama, headers, source_folder, stamp, library, report)
     return library
 

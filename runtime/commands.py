@@ -60,10 +60,10 @@ def run_plan(
 
     With a `trace_path`, a trace is written there, also after Ctrl-C, SIGTERM or an error.
     """
-    check_targets(trace_path, inputs=[plan_path, model])
     plan_path = plan_path or find_shared_plan(model, detect)
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model)
+    check_targets(trace_path, inputs=[plan_path, model_path])
     with (
         open_plan(
             plan, model_path, detect, anyway=anyway, is_adaptive=is_adaptive, keeps_trace=trace_path is not None
@@ -100,10 +100,10 @@ def bench_plan(
     anyway: bool,
 ) -> None:
     """Print a table of what was measured, and write every sample to `json_path`. Raises AtsplanError."""
-    check_targets(json_path, inputs=[plan_path, model])
     depths = parse_depths(depths_text)
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model)
+    check_targets(json_path, inputs=[plan_path, model_path])
     machine = check_machine(plan, detect, anyway=anyway)
     native_helper(say)  # here, where it can say what takes so long
     result = bench(
@@ -137,9 +137,9 @@ def pressure_plan(
     anyway: bool,
 ) -> None:
     """Print what following the load was worth, and write the measurement and its picture. Raises AtsplanError."""
-    check_targets(json_path, png_path, inputs=[plan_path, model])
     plan = read_record(plan_path, Plan)
     model_path = verify.find_model(plan, plan_path, model)
+    check_targets(json_path, png_path, inputs=[plan_path, model_path])
     machine = check_machine(plan, detect, anyway=anyway)
     native_helper(say)
     result = measure_pressure(plan_path, model_path, machine, phase_seconds=phase_seconds, report=say)
@@ -203,13 +203,12 @@ def open_plan(
 ) -> Iterator[tuple[PlanEngine, VramMeter, Hardware]]:
     """Verify everything the plan relies on, then load it. Raises AtsplanError."""
     hardware, _ = check_machine(plan, detect, anyway=anyway)
+    native_helper(say)  # which may take a while, before what is free is read
     vram = VramMeter()
-    library = load(plan.device, say)
+    library = load(plan.device)
     vram.watch(library.pci_bus_id)
-    free_bytes = vram.free_before_bytes
-    if plan.is_simulated:
-        free_bytes = Helper(library.ats).device_memory()[0] or None
-    verify.check_memory(plan, free_bytes, available_memory_bytes() or None)
+    free_now_bytes, _ = Helper(library.ats).device_memory()  # of a MIG instance too, whose board NVML tells of
+    verify.check_memory(plan, vram.free_before_bytes, free_now_bytes or None, available_memory_bytes() or None)
     with _loading(model_path) as on_progress:
         engine = PlanEngine(
             library, model_path, plan, is_adaptive=is_adaptive, keeps_trace=keeps_trace, on_progress=on_progress

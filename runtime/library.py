@@ -46,7 +46,7 @@ def load(device: str, report: Report = lambda message: None) -> Library:
     of another version, AtsplanError if the helper cannot be built.
     """
     if not _loaded:
-        _loaded.append(_load(device, native_helper(report), report))
+        _loaded.append(_load(device, native_helper(report)))
     (library,) = _loaded
     if library.device != device:
         raise DeviceError(
@@ -56,7 +56,7 @@ def load(device: str, report: Report = lambda message: None) -> Library:
     return library
 
 
-def _load(device: str, path: Path, report: Report) -> Library:
+def _load(device: str, path: Path) -> Library:
     import llama_cpp._ggml
 
     os.environ["ATSPLAN_DEVICE"] = ggml_name(device)
@@ -74,7 +74,13 @@ def _load(device: str, path: Path, report: Report) -> Library:
             f"{f': {problem}' if problem else ''}.",
             "Use --device sim, or install llama-cpp-python with CUDA. `atsplan doctor` tells what is missing.",
         )
-    ats = _open_helper(path, report)
+    try:
+        ats = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise AtsplanError(
+            f"The native helper cannot be loaded: {error}.",
+            f"Delete the folder {path.parent} to have it built again; libraries must be loadable from there.",
+        ) from error
     _check_versions(ats, path)
     with CapturedLog() as log:
         registered = ggml.ggml_backend_load(str(path).encode())
@@ -89,18 +95,6 @@ def _load(device: str, path: Path, report: Report) -> Library:
 def ggml_name(device: str) -> str:
     """Return what ggml calls a device: "CUDA0" for "cuda0". The simulated one, which it does not know, stays "sim"."""
     return device if device == "sim" else device.upper()
-
-
-def _open_helper(path: Path, report: Report) -> ctypes.CDLL:
-    """Load the helper, building it anew, at the same path, if what it was built with is gone."""
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:
-        native_helper(report, anew=True)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise AtsplanError(f"The native helper cannot be loaded: {error}.", "Reinstall llama-cpp-python.") from error
 
 
 def _check_versions(ats: ctypes.CDLL, path: Path) -> None:

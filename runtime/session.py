@@ -83,8 +83,11 @@ def _discard(level: int, text: bytes, _user: Any) -> None:
 
 
 def _leave_behind(level: int, text: bytes) -> None:
-    """Write an error where it outlives this process, which ggml may end next, giving no other reason."""
-    if level == _LOG_LEVEL_ERROR:
+    """Write an error where it outlives this process, which ggml may end next, giving no other reason.
+
+    Only where nobody reads native code's standard error, but whoever explains how the process ended.
+    """
+    if level == _LOG_LEVEL_ERROR and "GGML_NO_BACKTRACE" in os.environ:
         os.write(2, text)
 
 

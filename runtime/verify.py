@@ -50,21 +50,24 @@ def check_software(plan: Plan, software: Software) -> None:
         )
 
 
-def check_memory(plan: Plan, free_vram_bytes: int | None, available_host_bytes: int | None) -> None:
+def check_memory(
+    plan: Plan, free_before_bytes: int | None, free_now_bytes: int | None, available_host_bytes: int | None
+) -> None:
     """Raise DeviceError, naming the missing bytes, if the plan does not fit now. None: unknown.
 
-    `free_vram_bytes` is what was free before CUDA took anything.
+    VRAM must hold everything counted from before CUDA took its part, and llama.cpp's and the ring's from now on.
     """
     vram = plan.vram  # a plan that people have edited may place more than it says
     ring_bytes = max(vram.ring_bytes, plan.largest_streamed_bytes)
     weights_bytes = max(vram.weights_bytes, sum(item.size_bytes for item in plan.placements if item.is_resident))
-    working_bytes = vram.context_bytes + vram.compute_bytes + vram.overhead_bytes
-    needed = weights_bytes + working_bytes + ring_bytes + vram.experts_bytes
-    if free_vram_bytes is not None and needed > free_vram_bytes:
-        raise DeviceError(
-            f"The plan needs {format_size(needed)} of VRAM, {format_size(needed - free_vram_bytes)} more than is free.",
-            "Close what uses the GPU, or solve again with a smaller --vram.",
-        )
+    needed = weights_bytes + vram.context_bytes + vram.compute_bytes + ring_bytes + vram.experts_bytes
+    for needed_bytes, free_bytes in ((needed + vram.overhead_bytes, free_before_bytes), (needed, free_now_bytes)):
+        if free_bytes is not None and needed_bytes > free_bytes:
+            raise DeviceError(
+                f"The plan needs {format_size(needed_bytes)} of VRAM, "
+                f"{format_size(needed_bytes - free_bytes)} more than is free.",
+                "Close what uses the GPU, or solve again with a smaller --vram.",
+            )
     needed = sum(placement.size_bytes for placement in plan.host_placements)
     if available_host_bytes is not None and needed > available_host_bytes:
         raise DeviceError(

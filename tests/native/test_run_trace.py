@@ -61,6 +61,16 @@ def test_static(run_command: list[str], tmp_path: Path) -> None:
     assert trace.changes == ()
 
 
+def test_a_trace_does_not_overwrite_what_is_run(plan: Plan, smollm2: Path, tmp_path: Path) -> None:
+    write_record(tmp_path / "plan.json", plan)
+    (tmp_path / smollm2.name).symlink_to(smollm2)  # beside the plan, where it is found without being named
+    for name in ("plan.json", smollm2.name):
+        path = str(tmp_path / name)
+        result = invoke("run", "--plan", str(tmp_path / "plan.json"), "-p", PROMPT, "-n", "2", "--trace", path)
+        assert isinstance(result.exception, UsageError)
+        assert result.exception.message == f"{path} is read, and would be overwritten."
+
+
 def test_chat(run_command: list[str], tmp_path: Path) -> None:
     result = invoke(*run_command, stdin="What is two plus two?\nAnd three?\n")
     assert result.exit_code == 0, result.output

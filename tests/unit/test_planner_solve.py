@@ -203,7 +203,7 @@ def test_budget_is_cut_to_the_card() -> None:
     profile = synthetic_profile(TINY)
     plan = solve(profile, 100 * GIB, QUICK)
     assert plan.vram.budget_bytes == 24 * GIB
-    assert "The budget was cut to the 24.00 GiB that the card has." in plan.notes
+    assert "The budget was cut to 24.00 GiB: the card has no more." in plan.notes
 
 
 def test_the_plan_is_for_the_gpu_that_was_profiled() -> None:
@@ -218,12 +218,14 @@ def test_budget_is_cut_to_what_was_free() -> None:
     desktop = replace(profile, state=replace(profile.state, gpu_memory_free_bytes=21 * GIB))
     plan = solve(desktop, 22 * GIB, QUICK)
     assert plan.vram.budget_bytes == 21 * GIB
-    assert any("cut to the 21.00 GiB that other programs left free" in note for note in plan.notes)
+    assert any("cut to 21.00 GiB: 21.00 GiB were free when it was profiled." in note for note in plan.notes)
     assert solve(desktop, 20 * GIB, QUICK).vram.budget_bytes == 20 * GIB
     shown = replace(desktop, state=replace(desktop.state, gpu_has_display=True))
     plan = solve(shown, 22 * GIB, QUICK)
     assert plan.vram.budget_bytes == 21 * GIB - 256 * MIB
-    assert any("left free when it was profiled, less 256 MiB for what else" in note for note in plan.notes)
+    assert any(
+        "cut to 20.75 GiB: 21.00 GiB were free when it was profiled, less 256 MiB for" in note for note in plan.notes
+    )
 
 
 def test_nearly_everything_is_decided_in_a_very_small_model() -> None:

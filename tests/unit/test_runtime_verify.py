@@ -92,13 +92,13 @@ def test_memory(plan: Plan) -> None:
     needy = replace(plan, placements=placements, vram=replace(plan.vram, weights_bytes=1 << 20, ring_bytes=3 << 20))
     edited = replace(plan, placements=placements)  # which says that it needs no VRAM
     for each in (needy, edited):
-        check_memory(each, 4 << 20, 3 << 20)
-        check_memory(each, None, 3 << 20)
+        check_memory(each, 4 << 20, 4 << 20, 3 << 20)
+        check_memory(each, None, None, 3 << 20)
         with pytest.raises(DeviceError, match=r"needs 4\.0 MiB of VRAM, 0\.5 MiB more than is free"):
-            check_memory(each, 7 << 19, 3 << 20)
+            check_memory(each, 4 << 20, 7 << 19, 3 << 20)
     with_driver = replace(needy, vram=replace(needy.vram, overhead_bytes=1 << 20))
-    check_memory(with_driver, 5 << 20, 3 << 20)
+    check_memory(with_driver, 5 << 20, 4 << 20, 3 << 20)
     with pytest.raises(DeviceError, match=r"needs 5\.0 MiB of VRAM, 1\.0 MiB more than is free"):
-        check_memory(with_driver, 4 << 20, 3 << 20)
+        check_memory(with_driver, 4 << 20, 4 << 20, 3 << 20)
     with pytest.raises(DeviceError, match=r"keeps 3\.0 MiB of weights in host memory, 1\.0 MiB more"):
-        check_memory(needy, None, 2 << 20)
+        check_memory(needy, None, None, 2 << 20)
