@@ -9,8 +9,8 @@ import ctypes
 import dataclasses
 import io
 import os
-import shutil
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
