@@ -192,7 +192,7 @@ def prediction_lines(plan: Plan) -> Iterator[Text]:
     solver = plan.solver
     if solver.objective == "joint":
         is_limited = any(not placement.is_resident for placement in plan.placements if placement.costs is not None)
-        if is_limited and solver.bound_seconds > _LOOSEST_BOUND * seconds:
+        if is_limited and not plan.is_simulated and solver.bound_seconds > _LOOSEST_BOUND * seconds:
             yield Text(f"No placement can exceed {_rate(1 / solver.bound_seconds)} at these measured rates.")
     else:
         yield Text("The paper's static objective, solved to the optimum.")
