@@ -8,6 +8,7 @@
 #include "ggml-backend-impl.h"
 #include "ggml-cpu.h"
 
+#include <atomic>
 #include <mutex>
 #include <stdio.h>
 #include <stdlib.h>
@@ -41,14 +42,10 @@ struct HostBuffer {
 
 std::mutex                                             host_buffers_mutex;
 std::unordered_map<ggml_backend_buffer_t, HostBuffer>  host_buffers;
+std::atomic<int64_t>                                   pinned_bytes{0}, unpinned_bytes{0}; // of all of them
 
-int64_t held_bytes(bool pinned) {
-    std::lock_guard<std::mutex> lock(host_buffers_mutex);
-    int64_t                     bytes = 0;
-    for (const auto & entry : host_buffers) {
-        bytes += entry.second.is_pinned == pinned ? entry.second.size : 0;
-    }
-    return bytes;
+std::atomic<int64_t> & held_bytes(bool pinned) {
+    return pinned ? pinned_bytes : unpinned_bytes;
 }
 
 // ---- host buffer type ----
@@ -66,6 +63,7 @@ void host_buffer_free(ggml_backend_buffer_t buffer) {
     std::unique_lock<std::mutex> lock(host_buffers_mutex);
     const auto                   entry       = host_buffers.find(buffer);
     const auto                   free_buffer = entry->second.free_buffer;
+    held_bytes(entry->second.is_pinned) -= entry->second.size;
     host_buffers.erase(entry);
     lock.unlock();
     free_buffer(buffer);
@@ -81,6 +79,7 @@ ggml_backend_buffer_t host_type_alloc(ggml_backend_buffer_type_t type, size_t si
         const bool is_pinned = allowed && buffer->buft == pinned_type();
         std::lock_guard<std::mutex> lock(host_buffers_mutex);
         host_buffers[buffer]      = {buffer->iface.free_buffer, bytes, is_pinned};
+        held_bytes(is_pinned) += bytes;
         buffer->iface.free_buffer = host_buffer_free;
         buffer->buft              = type;
     }
