@@ -121,18 +121,20 @@ def _kernels(model: Profile, machine: Profile, rates: _Rates) -> Iterator[Kernel
     lanes = [("cpu", n) for n in machine.thread_counts]
     lanes += [("gpu", 0)] if machine.has_gpu else []
     kinds = {
-        (w.op, w.type, w.shape, w.n_experts_used): (w, last)
-        for w, last in zip(model.weights, graph.is_terminal, strict=True)
-        if w.is_product
+        weight.kernel: (weight, last)
+        for weight, last in zip(model.weights, graph.is_terminal, strict=True)
+        if weight.is_product
     }
-    for (op, kind, shape, n_used), (weight, is_terminal) in kinds.items():
+    for kind, (weight, is_terminal) in kinds.items():
+        n_used = kind.n_experts_used
         for device, n_threads in lanes:
             for n_tokens in sorted({1, machine.n_ubatch}):
                 n_computed = 1 if is_terminal else n_tokens
                 fewer = {1, n_used // 2} - {0} if n_used and n_tokens == 1 and device == "cpu" else set()
                 for n in sorted({n_used, *fewer}):
                     seconds = rates.seconds(weight, n, device, n_computed, n_threads)
-                    yield KernelTiming(op, kind, shape, n, device, n_tokens, n_threads, Series((seconds,)))
+                    timed = kind._replace(n_experts_used=n)
+                    yield KernelTiming(*timed, device, n_tokens, n_threads, Series((seconds,)))
 
 
 def _glue(model: Profile, machine: Profile, rate: float) -> Iterator[GlueTiming]:

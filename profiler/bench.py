@@ -13,6 +13,7 @@ from planner.measurements import (
     ExpertTiming,
     GlueTiming,
     HostTiming,
+    KernelKind,
     KernelTiming,
     LinkTiming,
     QueueTiming,
@@ -31,16 +32,13 @@ MAX_WEIGHT_BYTES = 16 * MIB  # of real weights; larger tensors are filled with r
 
 @dataclass(frozen=True)
 class Kernel:
-    """A product that is measured once for all weights of its type and shape. `source` is one of them."""
+    """A product that is measured once for all weights of its kind. `source` is one of them."""
 
-    op: str
-    type: str
-    shape: tuple[int, ...]
-    n_experts_used: int
+    kind: KernelKind
     source: GgufTensor
 
     def fits(self, weight: WeightUse) -> bool:
-        return weight.kernel == (self.op, self.type, self.shape, self.n_experts_used)
+        return weight.kernel == self.kind
 
 
 def matmul(
@@ -61,7 +59,7 @@ def matmul(
     spec = _matmul_spec(device, kernel, n_rows, cold_bytes)
     backend = "cpu" if place == "cpu" else device
     series = measure(lambda n: helper.bench_matmul(backend, max(n_threads, 1), spec, n_warmup=0, n_samples=n), effort)
-    return KernelTiming(kernel.op, kernel.type, kernel.shape, kernel.n_experts_used, place, n_tokens, n_threads, series)
+    return KernelTiming(*kernel.kind, place, n_tokens, n_threads, series)
 
 
 def glue(device: str, path: Path, n_context: int, n_ubatch: int, n_tokens: int, effort: Effort) -> GlueTiming:
@@ -138,8 +136,9 @@ def release(device: str) -> None:
 def _matmul_spec(device: str, kernel: Kernel, n_tokens: int, cold_bytes: int) -> MatmulSpec:
     row_bytes = kernel.source.size_bytes // math.prod(kernel.source.shape[1:])
     weights = read_tensor_bytes(kernel.source, max(MAX_WEIGHT_BYTES // row_bytes, 1) * row_bytes)
-    type_number = Ggml(load(device).ggml).type_number(kernel.type)
-    return MatmulSpec(type_number, kernel.shape, kernel.n_experts_used, n_tokens, weights, cold_bytes)
+    kind = kernel.kind
+    type_number = Ggml(load(device).ggml).type_number(kind.type)
+    return MatmulSpec(type_number, kind.shape, kind.n_experts_used, n_tokens, weights, cold_bytes)
 
 
 def _helper(device: str) -> Helper:

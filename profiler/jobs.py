@@ -78,7 +78,7 @@ def distinct_kernels(model: GgufModel, weights: Sequence[WeightUse]) -> list[Ker
             source = tensors.get(weight.name)
             if source is None:
                 raise InvalidFileError(f"llama.cpp multiplies with {weight.name}, which the file does not hold.")
-            kernels[weight.kernel] = Kernel(*weight.kernel, source)
+            kernels[weight.kernel] = Kernel(weight.kernel, source)
     return list(kernels.values())
 
 
@@ -105,8 +105,9 @@ def kernel_jobs(kernels: Sequence[Kernel], inspection: Inspection, machine: Mach
         for place, n_threads in places:
             for n_tokens in sorted({1, n_ubatch}):
                 series.append((kernel, machine, place, n_threads, n_tokens, 1 if n_tokens == 1 else n_rows))
-            for n_experts in _fewer_experts(kernel.n_experts_used) if place == "cpu" else ():
-                series.append((replace(kernel, n_experts_used=n_experts), machine, place, n_threads, 1, 1))
+            for n_experts in _fewer_experts(kernel.kind.n_experts_used) if place == "cpu" else ():
+                fewer = replace(kernel, kind=kernel.kind._replace(n_experts_used=n_experts))
+                series.append((fewer, machine, place, n_threads, 1, 1))
     effort = Effort(min(MAX_SERIES_SECONDS, KERNELS_BUDGET_SECONDS / max(1, len(series))))
     for one in series:
         yield _kernel_job(*one, effort)
@@ -120,13 +121,14 @@ def _kernel_job(
     kernel: Kernel, machine: Machine, place: str, n_threads: int, n_tokens: int, n_rows: int, effort: Effort
 ) -> Job:
     is_cpu = place == "cpu"
-    name = f"{kernel.op} {kernel.type} {'x'.join(map(str, kernel.shape))}"
-    if kernel.n_experts_used:
-        name += f", {format_count(kernel.n_experts_used, 'expert')}"
+    op, kind, shape, n_experts_used = kernel.kind
+    name = f"{op} {kind} {'x'.join(map(str, shape))}"
+    if n_experts_used:
+        name += f", {format_count(n_experts_used, 'expert')}"
     where = format_count(n_threads, "thread") if is_cpu else "GPU"
     cold_bytes = 0 if n_rows > 1 else machine.cpu_cold_bytes if is_cpu else machine.gpu_cold_bytes
-    n_active = kernel.n_experts_used or (kernel.shape[2] if len(kernel.shape) > 2 else 1)
-    flops = 2.0 * kernel.shape[0] * kernel.shape[1] * n_active * n_rows
+    n_active = n_experts_used or (shape[2] if len(shape) > 2 else 1)
+    flops = 2.0 * shape[0] * shape[1] * n_active * n_rows
     flops_per_second = 3e10 * n_threads if is_cpu else 2e10 if machine.gpu == "sim" else 2e13
     return Job(
         f"{name}, {format_count(n_tokens, 'token')}, {where}",
