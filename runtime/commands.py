@@ -20,7 +20,7 @@ from planner.hardware import Hardware, Software
 from planner.plan import Plan
 from planner.pressure import pressure_view
 from planner.pressure_picture import write_pressure_png
-from planner.records import check_targets, read_record, write_record
+from planner.records import read_record, write_record
 from planner.terminal import say
 from planner.units import format_size
 
@@ -61,9 +61,7 @@ def run_plan(
     With a `trace_path`, a trace is written there, also after Ctrl-C, SIGTERM or an error.
     """
     plan_path = plan_path or find_shared_plan(model, detect)
-    plan = read_record(plan_path, Plan)
-    model_path = verify.find_model(plan, plan_path, model)
-    check_targets(trace_path, inputs=[plan_path, model_path])
+    plan, model_path = verify.read_plan(plan_path, model, trace_path)
     with (
         open_plan(
             plan, model_path, detect, anyway=anyway, is_adaptive=is_adaptive, keeps_trace=trace_path is not None
@@ -101,9 +99,7 @@ def bench_plan(
 ) -> None:
     """Print a table of what was measured, and write every sample to `json_path`. Raises AtsplanError."""
     depths = parse_depths(depths_text)
-    plan = read_record(plan_path, Plan)
-    model_path = verify.find_model(plan, plan_path, model)
-    check_targets(json_path, inputs=[plan_path, model_path])
+    plan, model_path = verify.read_plan(plan_path, model, json_path)
     machine = check_machine(plan, detect, anyway=anyway)
     native_helper(say)  # here, where it can say what takes so long
     result = bench(
@@ -137,9 +133,7 @@ def pressure_plan(
     anyway: bool,
 ) -> None:
     """Print what following the load was worth, and write the measurement and its picture. Raises AtsplanError."""
-    plan = read_record(plan_path, Plan)
-    model_path = verify.find_model(plan, plan_path, model)
-    check_targets(json_path, png_path, inputs=[plan_path, model_path])
+    plan, model_path = verify.read_plan(plan_path, model, json_path, png_path)
     machine = check_machine(plan, detect, anyway=anyway)
     native_helper(say)
     result = measure_pressure(plan_path, model_path, machine, phase_seconds=phase_seconds, report=say)

@@ -14,7 +14,7 @@ from pathlib import Path
 from planner.errors import AtsplanError
 from planner.gguf_model import LargeArray, read_gguf
 from planner.plan import Plan
-from planner.records import check_targets, read_record, write_text
+from planner.records import write_text
 from planner.units import format_size
 
 from . import placement, verify
@@ -39,14 +39,13 @@ def export_plan(plan_path: Path, target: Target, model: Path | None, *, static: 
 
     `static` does without the helper: plain llama.cpp, no streaming. Raises AtsplanError.
     """
-    plan = read_record(plan_path, Plan)
-    model_path = verify.find_model(plan, plan_path, model).resolve()
+    settings_path = plan_path.with_suffix(".settings").resolve()
+    plan, model_path = verify.read_plan(plan_path, model, None if static else settings_path)
+    model_path = model_path.resolve()
     if static:
         return Export(
             _render(plan, target, model_path, {}, "CPU"), tuple(_notes(plan, target, model_path, static=True))
         )
-    settings_path = plan_path.with_suffix(".settings").resolve()
-    check_targets(settings_path, inputs=[plan_path, model_path])
     write_text(settings_path, settings_text(plan))
     environment = {
         "GGML_BACKEND_PATH": str(native_helper()),

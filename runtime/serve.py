@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from planner.errors import AtsplanError
-from planner.plan import Plan
-from planner.records import read_record
 from planner.terminal import say
 
 from . import verify
@@ -39,8 +37,7 @@ def serve_plan(
     from .generation import Generator
 
     plan_path = plan_path or find_shared_plan(model, detect)
-    plan = read_record(plan_path, Plan)
-    model_path = verify.find_model(plan, plan_path, model)
+    plan, model_path = verify.read_plan(plan_path, model)
     name = re.sub(r"(-\d+-of-\d+)?\.gguf$", "", plan.model.file_name)
     with (
         _bind(host, port) as listener,

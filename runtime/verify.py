@@ -10,7 +10,19 @@ from planner.errors import DeviceError, InvalidFileError, MismatchError
 from planner.gguf_model import model_info, read_gguf
 from planner.hardware import Software
 from planner.plan import Plan
+from planner.records import check_targets, read_record
 from planner.units import format_size
+
+
+def read_plan(path: Path, model: Path | None, *targets: Path | None) -> tuple[Plan, Path]:
+    """Return the plan and its model's file, as `find_model` does; both before a target could overwrite either.
+
+    Raises InvalidFileError, MismatchError, and UsageError for a target that cannot be written.
+    """
+    plan = read_record(path, Plan)
+    model_path = find_model(plan, path, model)
+    check_targets(*targets, inputs=[path, model_path])
+    return plan, model_path
 
 
 def find_model(plan: Plan, plan_path: Path, given: Path | None) -> Path:
