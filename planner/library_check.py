@@ -28,8 +28,11 @@ def check_file(path: Path, *, is_shared: bool = False) -> list[str]:
         problems = list(_shared_problems(path, record)) if is_shared else []
         if isinstance(record, Profile):
             return [*problems, *_profile_problems(record)]
-        beside = library.profile_of(record, path.parent)
-        profile = beside.record if beside else None if is_shared else library.find_profile_of(record, path)
+        if is_shared:
+            beside = library.profile_of(record, path.parent)
+            profile = beside.record if beside else None
+        else:
+            profile = library.find_profile_of(record, path)
         if profile is None:
             problems.append(f"the profile that it was made from {'is not beside it' if is_shared else 'was not found'}")
         return [*problems, *_plan_problems(record), *(_prediction_problems(record, profile) if profile else ())]

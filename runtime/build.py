@@ -125,10 +125,6 @@ def _library_path(llama: Llama, stamp: str) -> Path:
     return cache_folder() / "native" / re.sub(r"\W+", "-", f"{stamp} {variant}") / "libatsplan.so"
 
 
-def _object_folder() -> Path:
-    return cache_folder() / "native" / "objects"
-
-
 def _compile(
     compilers: Compilers, llama: Llama, headers: Path, source_folder: Path, stamp: str, library: Path, report: Report
 ) -> None:
@@ -143,7 +139,7 @@ def _compile(
         cuda_compile = [nvcc, *host_compiler_flags(), *NVCC_FLAGS, *architecture_flags(nvcc)]
     sources = _files(source_folder, ".cpp", *((".cu",) if nvcc else ()))
     header_bytes = b"".join(path.read_bytes() for path in _files(source_folder, ".h"))
-    objects = _object_folder()
+    objects = library.parent.parent / "objects"
     objects.mkdir(exist_ok=True)
     one_line_at_a_time = threading.Lock()
 

@@ -27,14 +27,14 @@ _MIN_DIMENSIONS = {"MUL_MAT": 2, "MUL_MAT_ID": 3}  # a matrix with one row, or o
 
 @dataclass(frozen=True)
 class Inspection:
-    """One model on one device. `weights_prefill` is the graph for the largest of the given n_ubatch.
+    """One model on one device. `weights_prefill` is the graph for a batch of n_ubatch tokens.
 
     A tied output matrix appears twice in the weights: as an input, and as the operand of the output's MUL_MAT.
     """
 
     weights_decode: tuple[WeightUse, ...]
     weights_prefill: tuple[WeightUse, ...]
-    memory: tuple[MemoryCase, ...]  # for every combination of n_context and n_ubatch
+    memory: tuple[MemoryCase, ...]  # for every n_context
     device_weights_bytes: int  # with every layer offloaded
     unsupported_ops: tuple[str, ...] = ()  # but for products with weights; the GPU leaves them to the CPU
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from planner.errors import AtsplanError, DeviceError, MismatchError
 
 from .bindings import Ggml, Helper
-from .build import Report, expected_stamp, find_llama, native_helper
+from .build import expected_stamp, find_llama, native_helper
 from .native_api import API_VERSION
 from .native_log import last_problem
 from .session import CapturedLog
@@ -39,14 +39,14 @@ class Library:
 _loaded: list[Library] = []
 
 
-def load(device: str, report: Report = lambda message: None) -> Library:
+def load(device: str) -> Library:
     """Return the process's libraries with `device` inside the hybrid device, building the helper if need be.
 
     Raises DeviceError for a second device in one process or one that does not exist, MismatchError for a helper
     of another version, AtsplanError if the helper cannot be built.
     """
     if not _loaded:
-        _loaded.append(_load(device, native_helper(report)))
+        _loaded.append(_load(device, native_helper()))
     (library,) = _loaded
     if library.device != device:
         raise DeviceError(
