@@ -35,7 +35,9 @@ MAX_BACKOFF = 16  # times as many tokens where trials are in vain
 MIN_TRIAL_SECONDS, MIN_CHANGE_SECONDS = 1.0, 0.5
 CLEAR = 0.05  # of a token's time, and NOISE times the usual deviations: a pattern is slower for certain
 LINK_BOUND = 0.88  # share of a token from which on the host may be waiting for the link
-_TRIAL = "a trial"
+FREE = 0.07  # of the least time that copies ever took: a link that nobody else uses may take as much more
+N_STEADY = 10  # tokens in a row that tell that others leave more of the link, though it is not free
+_TRIAL, _LINK_FASTER = "a trial", "the link is faster"
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,9 @@ class Controller:
         self._usual: list[Measured] | None = None  # once settled: what tokens took then
         self._is_final = False  # the pattern is the fastest of those visited
         self._backoff = 1
-        self._home: Visit | None = None  # where tokens were fastest, ever
+        self._home: Visit | None = None  # the best pattern in quiet: as planned, unless another one proves faster
+        self._least_link_factor: float | None = None  # of all that were measured
+        self._n_faster = 0  # tokens in a row for which the link was faster, though not free
 
     def interrupt(self) -> None:
         """Leave out the next tokens: after a prompt or a pause the engine starts afresh, as after a change."""
@@ -245,15 +249,14 @@ class Controller:
         if len(self._window) < N_FIRST:
             return None
         recent = list(self._window)[-N_FIRST:]
-        reason = _deviation(recent, self._usual)
+        reason = self._deviation(recent, self._usual)
         if reason and self._seconds_since_change >= MIN_CHANGE_SECONDS:
-            # The link is measured late: the last value is the truest.
-            return self._start(reason, recent, replace(_typical(recent), link_seconds=measured.link_seconds))
+            return self._start(reason, recent, _cautious(recent, recent if reason == _LINK_FASTER else self._window))
         if self._is_time_for_a_trial():
             self._n_since_change, self._seconds_since_change = 0, 0.0
             self._backoff = min(2 * self._backoff, MAX_BACKOFF)  # unless another pattern turns out to be better
             self._model = None  # what cannot be measured is assumed to be as planned
-            return self._start(_TRIAL, self._window, _typical(self._window))
+            return self._start(_TRIAL, self._window, _cautious(self._window, self._window))
         return None
 
     def _is_time_for_a_trial(self) -> bool:
@@ -273,6 +276,16 @@ class Controller:
         expected = self._policy.token_seconds(model, self.streamed)
         return self._policy.token_seconds(model, self._policy.best(model)) < (1 - CLEAR) * expected
 
+    def _deviation(self, recent: Sequence[Measured], usual: Sequence[Measured]) -> str:
+        """Return what has changed, or "". That others leave more of the link has to last, unless it is free again."""
+        reason = _deviation(recent, usual)
+        free = self._policy.lanes(self.streamed)[1] * (self._least_link_factor or 0.0)  # seconds
+        is_free = all(m.link_seconds <= (1 + FREE) * free for m in recent)
+        if not reason and is_free and _typical(usual).link_seconds > (1 + DEVIATION) * free:
+            return _LINK_FASTER
+        self._n_faster = self._n_faster + 1 if reason == _LINK_FASTER and not is_free else 0
+        return reason if self._n_faster == 0 or self._n_faster >= N_STEADY else ""
+
     def _start(self, reason: str, tokens: Iterable[Measured], measured: Measured) -> Decision | None:
         """Speeds have changed: what was measured before no longer counts."""
         tokens = tuple(tokens)
@@ -283,6 +296,7 @@ class Controller:
 
     def _forget(self, reason: str) -> None:
         self._visits, self._reason, self._is_final, self._usual = [], reason, False, None
+        self._n_faster = 0
         self._window.clear()
 
     def _settle(self, measured: Measured) -> Decision | None:
@@ -292,6 +306,8 @@ class Controller:
         visit = Visit(self.streamed, measured, tuple(self._window))
         self._visits.append(visit)
         self._model = model = self._policy.model(self._visits, self._model)
+        if self._policy.lanes(self.streamed)[1] > 0 and measured.link_seconds > 0:
+            self._least_link_factor = min(model.link_factor, self._least_link_factor or model.link_factor)
         fastest = min(self._visits, key=lambda visit: visit.measured.seconds)
         if not self._is_final and len(self._visits) < MAX_VISITS:
             best = self._best(model)
@@ -301,18 +317,36 @@ class Controller:
             known = any(visit.streamed == best for visit in self._visits)
             if not known and promised < (1 - MIN_GAIN) * fastest.measured.seconds:
                 return self._change(best, self._reason, model)
-        if not self._is_final and fastest.measured.seconds < (1 - SAME) * measured.seconds:
+        preferred = self._preferred(fastest.measured.seconds)
+        if not self._is_final and preferred != self.streamed:
             self._is_final = True
-            return self._change(fastest.streamed, "the fastest so far", model)
+            return self._change(preferred, "the fastest so far", model)
         self._usual = list(self._window)
         if self.streamed != self._visits[0].streamed:
             self._backoff = 1
-        if self._home is None or measured.seconds < (1 - SAME) * self._home.measured.seconds:
-            self._home = visit
+        self._note_home(visit)
         return None
 
+    def _preferred(self, least_seconds: float) -> tuple[int, ...]:
+        """Return the fastest of the visited patterns; of those that are hardly slower, the one to come home to."""
+        home = self._home.streamed if self._home is not None else self._policy.planned
+        for pattern, tolerance in ((home, MIN_GAIN), (self.streamed, SAME)):
+            seconds = [visit.measured.seconds for visit in self._visits if visit.streamed == pattern]
+            if seconds and min(seconds) <= (1 + tolerance) * least_seconds:
+                return pattern
+        return min(self._visits, key=lambda visit: visit.measured.seconds).streamed
+
+    def _note_home(self, settled: Visit) -> None:
+        """Take the pattern for the best one in quiet if it is faster than that ever was, and right beside it, too."""
+        if self._home is None:
+            self._home = settled
+        elif settled.measured.seconds < (1 - SAME) * self._home.measured.seconds:
+            home = next((v for v in reversed(self._visits) if v.streamed == self._home.streamed), None)
+            if home and (home is settled or settled.measured.seconds < (1 - MIN_GAIN) * home.measured.seconds):
+                self._home = settled
+
     def _best(self, model: Model) -> tuple[int, ...]:
-        """Return what to stream; where tokens were fastest is as good as anything that is hardly better."""
+        """Return what to stream; the pattern for quiet is as good as anything that is hardly better."""
         best = self._policy.best(model)
         if self._home is not None:
             home = self._home.streamed
@@ -357,6 +391,14 @@ def _waits_longer(one: Visit, other: Visit) -> bool:
         if centre - other_centre <= max(CLEAR * other.measured.seconds, NOISE * (spread + other_spread)):
             return False
     return True
+
+
+def _cautious(tokens: Sequence[Measured], link_tokens: Iterable[Measured]) -> Measured:
+    """Return medians, but the link at its slowest.
+
+    What others copy comes in bursts, and what a token measures is late: a running mean.
+    """
+    return replace(_typical(tokens), link_seconds=max(m.link_seconds for m in link_tokens))
 
 
 def _centre_and_spread(values: Sequence[float]) -> tuple[float, float]:

@@ -10,16 +10,18 @@ from collections.abc import Callable
 
 from .control_groups import usable_cores
 
-INTERVAL_SECONDS = 0.25
+INTERVAL_SECONDS = 0.1
+N_INTERVALS = 3  # that have to lack cores, on average: what bursts take is not missed
 LOOK_SECONDS = 0.03
 N_LOOKS, N_LOOKS_FOR_ONE = 3, 8  # in a row that find too few cores, or one: tasks that end sooner cost no thread
 _CALM_SECONDS = 0.1  # until the next look, after one at all own threads that found cores enough
 _STAT, _LOADAVG, _OWN_TASKS = "/proc/stat", "/proc/loadavg", "/proc/self/task"
 _NOISE = 0.3  # of a core: what a quiet system uses itself
 _TOLERATED = 0.5  # of a core that is missing
-_MIN_PATIENCE, _MAX_PATIENCE = 2, 64  # samples
-_MAX_FOR_SEVERAL = 4  # samples, to take several threads at once
-_CALM = 240  # samples after which giving up threads is no longer for having taken them
+_MIN_PATIENCE, _MAX_PATIENCE = 1, 160  # samples
+_MAX_FOR_SEVERAL = 5  # samples, to take several threads at once
+_MIN_FOR_ONE = 3  # samples, to take just one
+_CALM = 600  # samples after which giving up threads is no longer for having taken them
 _IDLE, _IOWAIT, _STEAL = 3, 4, 7  # columns of a CPU's line
 
 
@@ -50,26 +52,32 @@ class HostLoad:
         self._own_seconds, self._clock = own_seconds, clock
         self._runnable, self._own_runnable = runnable or _runnable, own_runnable or _own_runnable
         self._has_all_cores = self._max_cores == os.cpu_count()  # else others' tasks may have cores of their own
-        self._before = (clock(), *self._read())
-        self._look_at = self._before[0]
+        self._samples = deque([(clock(), *self._read())], maxlen=N_INTERVALS + 1)
+        self._look_at = self._samples[0][0]
         self._lacks: deque[float] = deque(maxlen=N_LOOKS_FOR_ONE)  # the cores that others left, too few in every look
 
     def free_cores(self, n_threads: int) -> float | None:
         """Return the cores that other programs and quotas leave; None if nothing new is known.
 
-        New is, at any time, that they do not suffice for `n_threads`; else what was free since the last sample.
+        New is, at any time, that they do not suffice for `n_threads`; else what was free since the last sample. If that
+        did not suffice, the mean of several samples counts, too.
         """
         now = self._clock()
         if self._has_all_cores and n_threads > 1 and now >= self._look_at:
             self._look(now, n_threads)
         unwanted = self._unwanted_cores(n_threads)
-        elapsed = now - self._before[0]
-        if elapsed < INTERVAL_SECONDS:
+        if now - self._samples[-1][0] < INTERVAL_SECONDS:
             return min(self._max_cores, unwanted) if unwanted < n_threads else None
-        busy, own = self._read()
-        others = max(0.0, (busy - self._before[1]) - (own - self._before[2])) / elapsed
-        self._before = (now, busy, own)
-        return min(self._max_cores, self._n_cores - min(others, self._n_cores), unwanted)
+        self._samples.append((now, *self._read()))
+        free = self._free_since(self._samples[-2])
+        if free < n_threads:
+            free = min(max(free, self._free_since(self._samples[0])), n_threads)
+        return min(self._max_cores, free, unwanted)
+
+    def _free_since(self, sample: tuple[float, float, float]) -> float:
+        """Return how many cores other programs left from that sample to the last, on average."""
+        elapsed, busy, own = (now - before for now, before in zip(self._samples[-1], sample, strict=True))
+        return self._n_cores - min(max(0.0, busy - own) / elapsed, self._n_cores)
 
     def _look(self, now: float, n_threads: int) -> None:
         """Note how many cores others leave, if too few. Own threads take longer to count: only where it matters."""
@@ -175,7 +183,10 @@ class ThreadCount:
             return False
         self._room = min(self._room, more) if self._n_agreeing else more
         self._n_agreeing += 1
-        if self._n_agreeing < (self._patience if self._room == self.n + 1 else min(self._patience, _MAX_FOR_SEVERAL)):
+        takes_one = self._room == self.n + 1
+        if self._n_agreeing < (
+            max(self._patience, _MIN_FOR_ONE) if takes_one else min(self._patience, _MAX_FOR_SEVERAL)
+        ):
             return False
         self.n, self._n_agreeing, self._n_since_rise = self._room, 0, 0
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 import time
@@ -294,6 +295,65 @@ def test_a_change_that_does_not_pay_is_taken_back() -> None:
     for _ in range(100):
         controller.add(token())
     assert controller.streamed == start
+
+
+@dataclass
+class SharedLink:
+    """Tokens of `recorded_plan` on an H200 whose link other programs use in bursts, or not: seconds.
+
+    What the link is seen to take is a running mean, and too little where tokens do not wait for it.
+    """
+
+    policy: Policy
+    generator: random.Random
+    now: float = 0.0
+    seen: float = 33.6e-3
+
+    def token(self, streamed: tuple[int, ...], is_shared: bool) -> Measured:
+        cpu, link = self.policy.lanes(streamed)
+        cpu *= 1.05 + abs(self.generator.gauss(0, 0.03))
+        host = cpu + (9e-3 if is_shared else 7e-3)
+        link *= 1.5 if is_shared and self.now % 0.42 < 0.36 else 1.0
+        seconds = host + 1.5e-3 * math.log1p(math.exp((link + 1.5e-3 - host) / 1.5e-3))
+        visible = link * self.generator.uniform(0.7, 1.08) if is_shared and link < 0.92 * seconds else link
+        self.seen = (self.seen + visible) / 2 if is_shared else visible
+        self.now += seconds
+        return Measured(seconds, cpu, seconds - cpu - 4e-3, self.seen, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_link_that_others_use_in_bursts(seed: int) -> None:
+    """It looks faster now and then: no reason to stream more each time. When it is free again, that is seen at once."""
+    policy = Policy(recorded_plan(), no_transfers)
+    controller, machine = Controller(policy), SharedLink(policy, random.Random(seed))
+
+    def decode(n: int, is_shared: bool) -> tuple[float, int]:
+        seconds, n_decisions = 0.0, 0
+        for _ in range(n):
+            token = machine.token(controller.streamed, is_shared)
+            seconds += token.seconds / n
+            n_decisions += controller.add(token) is not None
+        return seconds, n_decisions
+
+    decode(150, is_shared=False)
+    quiet = controller.streamed
+    _, n_decisions = decode(450, is_shared=True)
+    assert len(controller.streamed) < len(quiet)
+    assert n_decisions <= 8
+    decode(10, is_shared=False)
+    assert controller.streamed == quiet
+
+
+def test_of_equal_patterns_the_planned_one_stays() -> None:
+    """CPU and copies share the memory's rate: the more the link carries, the slower is the CPU; nothing is gained."""
+    controller, generator = controller_of(), random.Random(0)
+    planned = controller.streamed
+    for _ in range(1000):
+        n = len(controller.streamed)
+        cpu = 0.9 * (N - len(planned)) * CPU * (1 + 0.01 * generator.uniform(-1, 1))
+        controller.add(Measured(cpu + 3 * REST, cpu, REST, 0.9 * n * LINK, 0))
+        if controller._usual is not None:
+            assert controller.streamed == planned
 
 
 def test_experts_on_the_cpu_are_not_taken_for_slow_weights() -> None:

@@ -198,13 +198,17 @@ def test_threads_follow() -> None:
     assert threads.update(6.2) and threads.n == 6
     assert not threads.update(6.6) and not threads.update(5.6)  # noise
     assert threads.update(0.3) and threads.n == 1
-    assert not threads.update(16.0)  # once is not enough
-    assert threads.update(16.0) and threads.n == 8
+    assert threads.update(16.0) and threads.n == 8  # at once: a load comes to an end
     assert threads.update(5.0) and threads.n == 5
-    assert not threads.update(8.0)
+    assert not threads.update(8.0)  # but it comes and goes
     assert not threads.update(5.0)
     assert not threads.update(8.0)
-    assert threads.n == 5
+    assert threads.update(8.0) and threads.n == 8
+    assert threads.update(7.2) and threads.n == 7
+    assert [threads.update(8.0) for _ in range(4)] == [False, False, False, True]  # third time
+    calm = ThreadCount(8)
+    assert calm.update(7.2) and calm.n == 7
+    assert [calm.update(8.0) for _ in range(3)] == [False, False, True]  # just one gains little
 
 
 def test_threads_do_not_flap() -> None:
@@ -217,3 +221,16 @@ def test_threads_do_not_flap() -> None:
     assert threads.update(7.0) and threads.n == 7  # a load comes, and goes again
     assert sum(threads.update(16.0) for _ in range(8)) == 1
     assert threads.n == 16
+
+
+def test_a_burst_costs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something takes a core for most of one sample; what takes it for good is noticed within three."""
+    system = System()
+    load = system.host_load(monkeypatch)
+    free = []
+    for i in range(20):
+        system.now += 1.01 * INTERVAL_SECONDS
+        system.busy_seconds += {5: 0.8, 12: 1.0, 13: 1.0, 14: 1.0, 15: 1.0}.get(i, 0.0) * 1.01 * INTERVAL_SECONDS
+        free.append(load.free_cores(16))
+    assert free[4:8] == pytest.approx([16, 16 - 0.8 / 3, 16, 16])
+    assert free[12:17] == pytest.approx([16 - 1 / 3, 16 - 2 / 3, 15, 15, 16])
