@@ -34,7 +34,7 @@ from .measure import Effort
 LINK_SIZES_BYTES = (16 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 CROSSING_SIZES_BYTES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB, 64 * MIB)
 CONTENTION_COPY_BYTES = 16 * MIB
-CONTENTION_PHASE_SECONDS = 0.5
+CONTENTION_PHASE_SECONDS = 0.8
 HOST_LAUNCH_NODES = 20  # about a layer without its streamed products
 HOST_SAMPLES = 15
 GPU_COLD_BYTES = 256 * MIB  # more than the last-level cache of any GPU
@@ -206,7 +206,7 @@ def contention_jobs(machine: Machine, kernel: Kernel) -> Iterator[Job]:
     for n_threads in machine.threads:
         yield Job(
             f"CPU and link together, {format_count(n_threads, 'thread')}",
-            2.0,
+            3.0,
             partial(
                 bench.contention, machine.device, kernel, n_threads, machine.cpu_cold_bytes, CONTENTION_COPY_BYTES,
                 CONTENTION_PHASE_SECONDS,

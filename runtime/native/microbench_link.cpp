@@ -13,7 +13,7 @@
 using namespace microbench;
 
 static const int     CALIBRATION_COPIES = 8;
-static const int     CONTENTION_WINDOWS = 7;
+static const int     CONTENTION_WINDOWS = 11;
 static const int     MAX_QUEUED_COPIES  = 500; // well under the depth of a stream's queue
 static const int64_t REGION_BYTES = INT64_C(64) << 20; // host memory that copies walk through, one after the other
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planner.errors import AtsplanError
-from planner.measurements import GlueTiming, HostTiming, Profile, QueueTiming, Series, WeightUse
+from planner.measurements import Contention, GlueTiming, HostTiming, Profile, QueueTiming, Series, WeightUse
 from planner.problem import Curve, build_graph, costs, find_units, mean_past
 from planner.workload import Workload
 from tests.unit.planner_profiles import QWEN3_14B, TINY, Machine, Shapes, dense_weights, synthetic_profile
@@ -193,3 +193,19 @@ def test_curve() -> None:
     line = Curve([(4, 8), (0, 0), (2, 2), (2, 4)])
     assert [line(x) for x in (0, 1, 2, 3, 4, 6)] == [0, 1.5, 3, 5.5, 8, 13]
     assert Curve([(1, 5), (2, 1)])(9) == 0.0
+
+
+def test_products_share_the_memory_with_copies() -> None:
+    """The kind that looks fastest reads no faster than the heaviest one did for longer, where copies suffer from it."""
+    rates = {8: 40e9}
+    profile = synthetic_profile(TINY, Machine(cpu_rates=rates, cpu_busy_rates={8: 30e9}, link_rate=50e9))
+    graph = build_graph(profile.weights)
+    alone = costs(profile, graph, 1, 8).cpu
+    weights = profile.weights
+    for link_busy, is_limited in ((50e9, False), (49e9, False), (45e9, True)):
+        contention = (Contention(8, 20e9, 15e9, 50e9, link_busy),)
+        limited = costs(replace(profile, contention=contention), graph, 1, 8)
+        for weight, before, after in zip(weights, alone, limited.cpu, strict=True):
+            least = weight.size_bytes / 20e9 if before and is_limited else 0.0
+            assert after == pytest.approx(max(before, least))
+        assert limited.cpu_slowdown == pytest.approx(20 / 15)
