@@ -9,6 +9,7 @@ plan's own pattern is a rung of. What the model proposes is measured, and the fa
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -117,8 +118,11 @@ class Policy:
         on_cpu = [i for i in range(len(self.movable)) if i not in chosen]
         return float(self._cpu[on_cpu].sum()), float(self._link[list(streamed)].sum())
 
-    def model(self, visits: Sequence[Visit], before: Model | None) -> Model:
-        """Return what visits tell about the present; what they do not tell is as `before`, or as planned."""
+    def model(self, visits: Sequence[Visit], before: Model | None, least_wait_seconds: float = math.inf) -> Model:
+        """Return what visits tell about the present; what they do not tell is as `before`, or as planned.
+
+        Where the host waits for the link, it would wait for the GPU `least_wait_seconds` at most, or as planned.
+        """
         now = visits[-1]
         cpu_planned = self.lanes(now.streamed)[0]
         measured = now.measured
@@ -139,7 +143,7 @@ class Policy:
         wait = measured.wait_seconds
         if now in bound:
             others = [v.measured.wait_seconds for v in visits if v not in bound]
-            wait = min([wait, *(others or [self._planned_wait])])
+            wait = min([wait, *(others or [self._planned_wait, least_wait_seconds])])
         rest = max(0.0, measured.seconds - measured.cpu_seconds - measured.wait_seconds) + wait
         return Model(base, factor, link, rest)
 
@@ -268,11 +272,12 @@ class Controller:
         if self._seconds_since_change < MIN_TRIAL_SECONDS or not (may_try or may_look):
             return False
         measured, (cpu, link) = _typical(self._window), self._policy.lanes(self.streamed)
-        if may_try and (cpu == 0 or link == 0 or self._policy.waits_for_link(measured)):
+        if may_try and (cpu == 0 or link == 0 or self._policy.waits_for_link(measured) or self._may_go_home(measured)):
             return True  # a lane that does nothing is not measured, nor is waiting that the link hides
         if not may_look:
             return False
-        model = self._policy.model([Visit(self.streamed, measured, tuple(self._window))], None)
+        visit = Visit(self.streamed, measured, tuple(self._window))
+        model = self._policy.model([visit], None, self._least_wait(measured))
         expected = self._policy.token_seconds(model, self.streamed)
         return self._policy.token_seconds(model, self._policy.best(model)) < (1 - CLEAR) * expected
 
@@ -280,7 +285,7 @@ class Controller:
         """Return what has changed, or "". That others leave more of the link has to last, unless it is free again."""
         reason = _deviation(recent, usual)
         free = self._policy.lanes(self.streamed)[1] * (self._least_link_factor or 0.0)  # seconds
-        is_free = all(m.link_seconds <= (1 + FREE) * free for m in recent)
+        is_free = all(self._has_free_link(m) for m in recent)
         if not reason and is_free and _typical(usual).link_seconds > (1 + DEVIATION) * free:
             return _LINK_FASTER
         self._n_faster = self._n_faster + 1 if reason == _LINK_FASTER and not is_free else 0
@@ -305,17 +310,18 @@ class Controller:
             self._visits, self._is_final = [], False
         visit = Visit(self.streamed, measured, tuple(self._window))
         self._visits.append(visit)
-        self._model = model = self._policy.model(self._visits, self._model)
+        self._model = model = self._policy.model(self._visits, self._model, self._least_wait(measured))
         if self._policy.lanes(self.streamed)[1] > 0 and measured.link_seconds > 0:
             self._least_link_factor = min(model.link_factor, self._least_link_factor or model.link_factor)
         fastest = min(self._visits, key=lambda visit: visit.measured.seconds)
         if not self._is_final and len(self._visits) < MAX_VISITS:
-            best = self._best(model)
+            goes_home = self._reason == _TRIAL and self._may_go_home(measured)
+            best = self._home.streamed if goes_home and self._home is not None else self._best(model)
             expected_now = self._policy.token_seconds(model, self.streamed)
             error = measured.seconds / expected_now if expected_now > 0 else 1.0
             promised = error * self._policy.token_seconds(model, best)
             known = any(visit.streamed == best for visit in self._visits)
-            if not known and promised < (1 - MIN_GAIN) * fastest.measured.seconds:
+            if not known and (goes_home or promised < (1 - MIN_GAIN) * fastest.measured.seconds):
                 return self._change(best, self._reason, model)
         preferred = self._preferred(fastest.measured.seconds)
         if not self._is_final and preferred != self.streamed:
@@ -344,6 +350,21 @@ class Controller:
             home = next((v for v in reversed(self._visits) if v.streamed == self._home.streamed), None)
             if home and (home is settled or settled.measured.seconds < (1 - MIN_GAIN) * home.measured.seconds):
                 self._home = settled
+
+    def _has_free_link(self, measured: Measured) -> bool:
+        """Tell whether copies take hardly longer than they ever did."""
+        least = self._policy.lanes(self.streamed)[1] * (self._least_link_factor or 0.0)
+        return measured.link_seconds <= (1 + FREE) * least
+
+    def _may_go_home(self, measured: Measured) -> bool:
+        """Tell whether it may be quiet again, under another pattern than the one for that."""
+        return self._home is not None and self.streamed != self._home.streamed and self._has_free_link(measured)
+
+    def _least_wait(self, measured: Measured) -> float:
+        """Return how long the host waited in quiet, if others seem to leave the GPU alone."""
+        if self._home is None or not self._has_free_link(measured):
+            return math.inf
+        return self._home.measured.wait_seconds
 
     def _best(self, model: Model) -> tuple[int, ...]:
         """Return what to stream; the pattern for quiet is as good as anything that is hardly better."""

@@ -127,8 +127,8 @@ def test_lanes_out_of_balance_are_noticed_though_nothing_deviates() -> None:
     controller.restart("the number of threads has changed")
     run(controller, replace(machine, cpu=0.785), 20)
     faster = replace(machine, cpu=0.9)
-    run(controller, faster, 60)
-    assert faster.token(N, len(controller.streamed)).seconds <= 1.03 * faster.best_seconds(N)
+    seconds, _ = run(controller, faster, 60)
+    assert statistics.median(seconds[-30:]) <= 1.03 * faster.best_seconds(N)
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1])
@@ -309,9 +309,10 @@ class SharedLink:
     now: float = 0.0
     seen: float = 33.6e-3
 
-    def token(self, streamed: tuple[int, ...], is_shared: bool) -> Measured:
+    def token(self, streamed: tuple[int, ...], is_shared: bool, cpu_load: float = 0.0) -> Measured:
         cpu, link = self.policy.lanes(streamed)
-        cpu *= 1.05 + abs(self.generator.gauss(0, 0.03))
+        cpu *= 1.05 + cpu_load + abs(self.generator.gauss(0, 0.03))
+        link *= 1 + 0.3 * cpu_load
         host = cpu + (9e-3 if is_shared else 7e-3)
         link *= 1.5 if is_shared and self.now % 0.42 < 0.36 else 1.0
         seconds = host + 1.5e-3 * math.log1p(math.exp((link + 1.5e-3 - host) / 1.5e-3))
@@ -342,6 +343,19 @@ def test_a_link_that_others_use_in_bursts(seed: int) -> None:
     assert n_decisions <= 8
     decode(10, is_shared=False)
     assert controller.streamed == quiet
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_was_best_in_quiet_is_tried_when_a_load_is_gone(seed: int) -> None:
+    """By its model others are as good then: the CPU is not quite as fast yet, and waiting for the link hides much."""
+    policy = Policy(recorded_plan(), no_transfers)
+    controller, machine = Controller(policy), SharedLink(policy, random.Random(seed))
+    patterns = []
+    for cpu_load, n_tokens in ((0.0, 150), (0.6, 300), (0.08, 60), (0.0, 60)):
+        for _ in range(n_tokens):
+            controller.add(machine.token(controller.streamed, False, cpu_load))
+        patterns.append(controller.streamed)
+    assert len(patterns[1]) > len(patterns[0]) == len(patterns[3])
 
 
 def test_of_equal_patterns_the_planned_one_stays() -> None:
