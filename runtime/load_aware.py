@@ -11,7 +11,8 @@ from planner.plan import Plan, WeightClass
 from planner.trace import CardSample, Change, PromptSample, TokenSample, Trace
 from planner.units import MIB, format_count, format_size
 
-from .adapt import Controller, Measured, Policy
+from .adapt import Controller
+from .adapt_policy import Measured, Policy
 from .bindings import Helper, Statistics
 from .host_load import HostLoad, ThreadCount
 

@@ -12,7 +12,8 @@ import pytest
 
 from planner.errors import DeviceError
 from planner.plan import Plan, WeightCosts
-from runtime.adapt import Controller, Decision, Measured
+from runtime.adapt import Controller, Decision
+from runtime.adapt_policy import Measured
 from runtime.bindings import Helper
 from runtime.engine import Engine, PlanEngine
 from runtime.host_load import HostLoad

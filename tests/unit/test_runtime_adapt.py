@@ -15,7 +15,8 @@ from planner.hardware import Cpu, Hardware, Software
 from planner.measurements import ModelInfo
 from planner.plan import ExpertPolicy, Placement, Plan, Prediction, SolverReport, VramBudget, WeightClass, WeightCosts
 from planner.workload import Workload
-from runtime.adapt import Controller, Decision, Measured, Policy, Visit
+from runtime.adapt import Controller, Decision
+from runtime.adapt_policy import Measured, Policy, Visit
 
 N = 120
 CPU, LINK, REST = 1e-3, 0.5e-3, 5e-3  # seconds
