@@ -18,7 +18,7 @@ _PerThreadCount = TypeVar("_PerThreadCount", Contention, HostTiming)
 
 _MAX_SLOWDOWN = 1000.0  # more is no measurement
 _CORE_CACHE_BYTES = 1 * MIB  # of one core alone; profiles know the shared cache only
-_COMPETING = 0.03  # of the link's rate that it loses to a CPU that reads weights from the same memory
+_COMPETING = 0.05  # of the link's rate that it loses to a CPU that reads weights from the same memory
 _MAX_INPUTS = 8  # a traced weight lists no more; the list may then lack the nearest ones
 
 
@@ -140,7 +140,7 @@ def costs(profile: Profile, graph: Graph, n_tokens: int, n_threads: int, n_past:
     uses = range(len(weights))
     crossing = _crossing(profile, n_threads)
     copy = _copy(profile)
-    contention = nearest(profile.contention, n_threads) or Contention(n_threads, 1.0, 1.0, 1.0, 1.0)
+    contention = _nearest(profile.contention, n_threads) or Contention(n_threads, 1.0, 1.0, 1.0, 1.0)
     warm, cold = _host(profile, n_threads)
     is_decided = decided(weights)
     padding = [copy(padding_bytes(weights[i])) if is_decided[i] and padding_bytes(weights[i]) else 0.0 for i in uses]
@@ -222,15 +222,16 @@ class Kernels:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
 
-    def _reading_seconds(self, n_bytes: float, device: str, n_threads: int) -> float:
-        """Return the least time in which so many bytes of weights are read; 0 where nothing limits it."""
-        rates = nearest(self._profile.contention, n_threads) if device == "cpu" else None
+    def _reading_seconds(self, n_bytes: float, n_threads: int) -> float:
+        """Return the least time in which the CPU reads so many bytes of weights; 0 where nothing limits it."""
+        rates = _nearest(self._profile.contention, n_threads)
         competes = rates is not None and rates.link_while_cpu_busy < (1 - _COMPETING) * rates.link_alone
         return n_bytes / rates.cpu_alone if rates and competes and rates.cpu_alone > 0 else 0.0
 
     def seconds(self, weight: WeightUse, device: str, n_tokens: int, n_threads: int) -> float:
-        least = self._reading_seconds(_active_bytes(weight), device, n_threads)
-        low = max(self._profile.kernel_seconds(weight, device, 1, n_threads), least)
+        low = self._profile.kernel_seconds(weight, device, 1, n_threads)
+        if device == "cpu":
+            low = max(low, self._reading_seconds(_active_bytes(weight), n_threads))
         if n_tokens == 1:
             return low
         n_ubatch = self._profile.n_ubatch
@@ -246,7 +247,7 @@ class Kernels:
     def expert_seconds(self, weight: WeightUse, n_threads: int) -> Curve:
         """Return CPU seconds for one token as a function of the number of experts computed."""
         kind = weight.kernel
-        one = self._reading_seconds(weight.size_bytes / weight.shape[2], "cpu", n_threads)
+        one = self._reading_seconds(weight.size_bytes / weight.shape[2], n_threads)
         points = [
             (k.n_experts_used, max(k.seconds.median, k.n_experts_used * one))
             for k in self._profile.kernels
@@ -287,7 +288,7 @@ def _glue(profile: Profile, n_tokens: int, n_past: float | None) -> float:
 
 def _host(profile: Profile, n_threads: int) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """Return what a launch, a stream and a crossing take with warm caches, and what cold ones add."""
-    host = nearest(profile.host, n_threads)
+    host = _nearest(profile.host, n_threads)
     if host is None:
         return (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)
     cold = [host.launch.median, host.stream.median, host.crossing.median]
@@ -314,7 +315,7 @@ def _copy(profile: Profile) -> Curve:
     return Curve((timing.size_bytes, timing.seconds.median) for timing in used)
 
 
-def nearest(measured: Sequence[_PerThreadCount], n_threads: int) -> _PerThreadCount | None:
+def _nearest(measured: Sequence[_PerThreadCount], n_threads: int) -> _PerThreadCount | None:
     """Return the measurement for this thread count, else for the nearest, else None."""
     return min(measured, key=lambda m: (abs(m.n_threads - n_threads), m.n_threads), default=None)
 

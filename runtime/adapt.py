@@ -5,15 +5,14 @@ how long the host waited for the GPU. As in Algorithm 3 of arXiv 2607.10183, a d
 look, and changes are at least five tokens apart. A model of the present proposes which weights to stream: for plans of
 the paper's objective by its Algorithm 2, for all others by the best of a ladder of evenly spread patterns that the
 plan's own pattern is a rung of. What the model proposes is measured, and the fastest of what was measured stays; of
-equals, the pattern that was best in quiet, which is the plan's unless another one proves to be faster.
+equals, the one where tokens were fastest ever, which is tried again when a load seems to be gone.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .adapt_policy import CLEAR, NOISE, Measured, Model, Policy, Visit, centre_and_spread
@@ -31,8 +30,9 @@ MIN_LOOK = 12  # tokens after which to see whether lanes are out of balance, tho
 MAX_BACKOFF = 16  # times as many tokens where trials are in vain
 # Since a change, before a trial and before a deviation counts: small models' tokens are too short to follow all noise.
 MIN_TRIAL_SECONDS, MIN_CHANGE_SECONDS = 1.0, 0.5
-FREE = 0.07  # of the least time that copies ever took: a link that nobody else uses may take as much more
-N_STEADY = 10  # tokens in a row that tell that others leave more of the link, though it is not free
+FREE = (
+    0.07  # of the time that copies took where tokens were fastest: a link that nobody else uses may take as much more
+)
 _TRIAL, _LINK_FASTER = "a trial", "the link is faster"
 
 
@@ -66,9 +66,7 @@ class Controller:
         self._usual: list[Measured] | None = None  # once settled: what tokens took then
         self._is_final = False  # the pattern is the fastest of those visited
         self._backoff = 1
-        self._home: Visit | None = None  # the best pattern in quiet: as planned, unless another one proves faster
-        self._least_link_factor: float | None = None  # of all that were measured
-        self._n_faster = 0  # tokens in a row for which the link was faster, though not free
+        self._home: Visit | None = None  # where tokens were fastest, ever
 
     def interrupt(self) -> None:
         """Leave out the next tokens: after a prompt or a pause the engine starts afresh, as after a change."""
@@ -114,36 +112,33 @@ class Controller:
         if self._seconds_since_change < MIN_TRIAL_SECONDS or not (may_try or may_look):
             return False
         measured, (cpu, link) = _typical(self._window), self._policy.lanes(self.streamed)
-        if may_try and (cpu == 0 or link == 0 or self._policy.waits_for_link(measured) or self._may_go_home(measured)):
+        if may_try and (cpu == 0 or link == 0 or self._policy.waits_for_link(measured)):
             return True  # a lane that does nothing is not measured, nor is waiting that the link hides
         if not may_look:
             return False
-        visit = Visit(self.streamed, measured, tuple(self._window))
-        model = self._policy.model([visit], None, self._least_wait(measured))
+        model = self._policy.model([Visit(self.streamed, measured, tuple(self._window))], None)
         expected = self._policy.token_seconds(model, self.streamed)
         return self._policy.token_seconds(model, self._policy.best(model)) < (1 - CLEAR) * expected
 
     def _deviation(self, recent: Sequence[Measured], usual: Sequence[Measured]) -> str:
-        """Return what has changed, or "". That others leave more of the link has to last, unless it is free again."""
-        reason = _deviation(recent, usual)
-        free = self._policy.lanes(self.streamed)[1] * (self._least_link_factor or 0.0)  # seconds
+        """Return what has changed, or "". A link that others use comes and goes: it is faster only once it is free."""
         is_free = all(self._has_free_link(m) for m in recent)
-        if not reason and is_free and _typical(usual).link_seconds > (1 + DEVIATION) * free:
-            return _LINK_FASTER
-        self._n_faster = self._n_faster + 1 if reason == _LINK_FASTER and not is_free else 0
-        return reason if self._n_faster == 0 or self._n_faster >= N_STEADY else ""
+        reason = next((r for r in _deviations(recent, usual) if r != _LINK_FASTER or is_free), "")
+        was_free = self._has_free_link(_typical(usual), DEVIATION)
+        return reason or (_LINK_FASTER if is_free and not was_free else "")
 
     def _start(self, reason: str, tokens: Iterable[Measured], measured: Measured) -> Decision | None:
         """Speeds have changed: what was measured before no longer counts."""
         tokens = tuple(tokens)
         self._forget(reason)
         self._n_to_skip = 0
+        if reason != _TRIAL:
+            self._backoff = 1
         self._window.extend(tokens)
         return self._settle(measured)
 
     def _forget(self, reason: str) -> None:
         self._visits, self._reason, self._is_final, self._usual = [], reason, False, None
-        self._n_faster = 0
         self._window.clear()
 
     def _settle(self, measured: Measured) -> Decision | None:
@@ -152,64 +147,61 @@ class Controller:
             self._visits, self._is_final = [], False
         visit = Visit(self.streamed, measured, tuple(self._window))
         self._visits.append(visit)
-        self._model = model = self._policy.model(self._visits, self._model, self._least_wait(measured))
-        if self._policy.lanes(self.streamed)[1] > 0 and measured.link_seconds > 0:
-            self._least_link_factor = min(model.link_factor, self._least_link_factor or model.link_factor)
-        fastest = min(self._visits, key=lambda visit: visit.measured.seconds)
+        self._model = model = self._policy.model(self._visits, self._model)
         if not self._is_final and len(self._visits) < MAX_VISITS:
-            goes_home = self._reason == _TRIAL and self._may_go_home(measured)
-            best = self._home.streamed if goes_home and self._home is not None else self._best(model)
-            expected_now = self._policy.token_seconds(model, self.streamed)
-            error = measured.seconds / expected_now if expected_now > 0 else 1.0
-            promised = error * self._policy.token_seconds(model, best)
-            known = any(visit.streamed == best for visit in self._visits)
-            if not known and (goes_home or promised < (1 - MIN_GAIN) * fastest.measured.seconds):
-                return self._change(best, self._reason, model)
-        preferred = self._preferred(fastest.measured.seconds)
+            promising = self._promising(model, measured)
+            if promising is not None:
+                return self._change(promising, self._reason, model)
+        preferred = self._preferred()
         if not self._is_final and preferred != self.streamed:
             self._is_final = True
             return self._change(preferred, "the fastest so far", model)
         self._usual = list(self._window)
         if self.streamed != self._visits[0].streamed:
             self._backoff = 1
-        self._note_home(visit)
+        if self._home is None or measured.seconds < (1 - SAME) * self._home.measured.seconds:
+            self._home = visit
         return None
 
-    def _preferred(self, least_seconds: float) -> tuple[int, ...]:
-        """Return the fastest of the visited patterns; of those that are hardly slower, the one to come home to."""
+    def _promising(self, model: Model, measured: Measured) -> tuple[int, ...] | None:
+        """Return a pattern that is worth a visit, if there is one."""
+        visited = [visit.streamed for visit in self._visits]
+        home = self._home.streamed if self._home is not None else self.streamed
+        if home not in visited and self._is_quiet(measured) and not self._reason.endswith("slower"):
+            return home
+        best = self._best(model)
+        expected_now = self._policy.token_seconds(model, self.streamed)
+        error = measured.seconds / expected_now if expected_now > 0 else 1.0
+        promised = error * self._policy.token_seconds(model, best)
+        gains = promised < (1 - MIN_GAIN) * min(visit.measured.seconds for visit in self._visits)
+        return best if gains and best not in visited else None
+
+    def _preferred(self) -> tuple[int, ...]:
+        """Return the fastest of the visited patterns; of those that are hardly slower, the one that was it ever."""
+        fastest = min(self._visits, key=lambda visit: visit.measured.seconds)
         home = self._home.streamed if self._home is not None else self._policy.planned
         for pattern, tolerance in ((home, MIN_GAIN), (self.streamed, SAME)):
             seconds = [visit.measured.seconds for visit in self._visits if visit.streamed == pattern]
-            if seconds and min(seconds) <= (1 + tolerance) * least_seconds:
+            if seconds and min(seconds) <= (1 + tolerance) * fastest.measured.seconds:
                 return pattern
-        return min(self._visits, key=lambda visit: visit.measured.seconds).streamed
+        return fastest.streamed
 
-    def _note_home(self, settled: Visit) -> None:
-        """Take the pattern for the best one in quiet if it is faster than that ever was, and right beside it, too."""
+    def _has_free_link(self, measured: Measured, tolerance: float = FREE) -> bool:
+        """Tell whether copies take hardly longer than where tokens were fastest."""
         if self._home is None:
-            self._home = settled
-        elif settled.measured.seconds < (1 - SAME) * self._home.measured.seconds:
-            home = next((v for v in reversed(self._visits) if v.streamed == self._home.streamed), None)
-            if home and (home is settled or settled.measured.seconds < (1 - MIN_GAIN) * home.measured.seconds):
-                self._home = settled
+            return False
+        link, home_link = self._policy.lanes(self.streamed)[1], self._policy.lanes(self._home.streamed)[1]
+        return measured.link_seconds * home_link <= (1 + tolerance) * self._home.measured.link_seconds * link
 
-    def _has_free_link(self, measured: Measured) -> bool:
-        """Tell whether copies take hardly longer than they ever did."""
-        least = self._policy.lanes(self.streamed)[1] * (self._least_link_factor or 0.0)
-        return measured.link_seconds <= (1 + FREE) * least
-
-    def _may_go_home(self, measured: Measured) -> bool:
-        """Tell whether it may be quiet again, under another pattern than the one for that."""
-        return self._home is not None and self.streamed != self._home.streamed and self._has_free_link(measured)
-
-    def _least_wait(self, measured: Measured) -> float:
-        """Return how long the host waited in quiet, if others seem to leave the GPU alone."""
+    def _is_quiet(self, measured: Measured) -> bool:
+        """Tell whether CPU and link are hardly slower than where tokens were fastest."""
         if self._home is None or not self._has_free_link(measured):
-            return math.inf
-        return self._home.measured.wait_seconds
+            return False
+        cpu, home_cpu = self._policy.lanes(self.streamed)[0], self._policy.lanes(self._home.streamed)[0]
+        return measured.cpu_seconds * home_cpu <= (1 + DEVIATION) * self._home.measured.cpu_seconds * cpu
 
     def _best(self, model: Model) -> tuple[int, ...]:
-        """Return what to stream; the pattern for quiet is as good as anything that is hardly better."""
+        """Return what to stream; where tokens were fastest is as good as anything that is hardly better."""
         best = self._policy.best(model)
         if self._home is not None:
             home = self._home.streamed
@@ -227,8 +219,8 @@ class Controller:
         return Decision(before, streamed, text, cpu_speed, link_speed)
 
 
-def _deviation(recent: Sequence[Measured], usual: Sequence[Measured]) -> str:
-    """Return what has changed, or "". All of the recent tokens must deviate, and by more than the usual ones do."""
+def _deviations(recent: Sequence[Measured], usual: Sequence[Measured]) -> Iterator[str]:
+    """Yield what has changed. All of the recent tokens must deviate, and by more than the usual ones do."""
     token = statistics.median(m.seconds for m in usual)
     for name, values, usual_values in (
         ("CPU", [m.cpu_seconds for m in recent], [m.cpu_seconds for m in usual]),
@@ -238,10 +230,9 @@ def _deviation(recent: Sequence[Measured], usual: Sequence[Measured]) -> str:
         centre, spread = centre_and_spread(usual_values)
         limit = max(DEVIATION * centre, NOISE * spread, MIN_GAIN * token)
         if all(value > centre + limit for value in values):
-            return f"the {name} is slower"
+            yield f"the {name} is slower"
         if all(value < centre - limit for value in values):
-            return f"the {name} is faster"
-    return ""
+            yield f"the {name} is faster"
 
 
 def _cautious(tokens: Sequence[Measured], link_tokens: Iterable[Measured]) -> Measured:

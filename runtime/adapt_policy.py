@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -83,11 +82,8 @@ class Policy:
         on_cpu = [i for i in range(len(self.movable)) if i not in chosen]
         return float(self._cpu[on_cpu].sum()), float(self._link[list(streamed)].sum())
 
-    def model(self, visits: Sequence[Visit], before: Model | None, least_wait_seconds: float = math.inf) -> Model:
-        """Return what visits tell about the present; what they do not tell is as `before`, or as planned.
-
-        Where the host waits for the link, it would wait for the GPU `least_wait_seconds` at most, or as planned.
-        """
+    def model(self, visits: Sequence[Visit], before: Model | None) -> Model:
+        """Return what visits tell about the present; what they do not tell is as `before`, or as planned."""
         now = visits[-1]
         cpu_planned = self.lanes(now.streamed)[0]
         measured = now.measured
@@ -108,7 +104,7 @@ class Policy:
         wait = measured.wait_seconds
         if now in bound:
             others = [v.measured.wait_seconds for v in visits if v not in bound]
-            wait = min([wait, *(others or [self._planned_wait, least_wait_seconds])])
+            wait = min([wait, *(others or [self._planned_wait])])
         rest = max(0.0, measured.seconds - measured.cpu_seconds - measured.wait_seconds) + wait
         return Model(base, factor, link, rest)
 

@@ -19,7 +19,7 @@ _STAT, _LOADAVG, _OWN_TASKS = "/proc/stat", "/proc/loadavg", "/proc/self/task"
 _NOISE = 0.3  # of a core: what a quiet system uses itself
 _TOLERATED = 0.5  # of a core that is missing
 _MIN_PATIENCE, _MAX_PATIENCE = 1, 160  # samples
-_MAX_FOR_SEVERAL = 5  # samples, to take several threads at once
+_MAX_FOR_SEVERAL = 15  # samples, to take several threads at once
 _MIN_FOR_ONE = 3  # samples, to take just one
 _CALM = 600  # samples after which giving up threads is no longer for having taken them
 _IDLE, _IOWAIT, _STEAL = 3, 4, 7  # columns of a CPU's line
@@ -59,8 +59,8 @@ class HostLoad:
     def free_cores(self, n_threads: int) -> float | None:
         """Return the cores that other programs and quotas leave; None if nothing new is known.
 
-        New is, at any time, that they do not suffice for `n_threads`; else what was free since the last sample. If that
-        did not suffice, the mean of several samples counts, too.
+        New is, at any time, that they do not suffice for `n_threads`; else what was free since the last sample, if too
+        little, only where the mean of several samples is, too.
         """
         now = self._clock()
         if self._has_all_cores and n_threads > 1 and now >= self._look_at:
@@ -70,8 +70,8 @@ class HostLoad:
             return min(self._max_cores, unwanted) if unwanted < n_threads else None
         self._samples.append((now, *self._read()))
         free = self._free_since(self._samples[-2])
-        if free < n_threads:
-            free = min(max(free, self._free_since(self._samples[0])), n_threads)
+        if free < n_threads <= self._free_since(self._samples[0]) + _TOLERATED:
+            free = n_threads
         return min(self._max_cores, free, unwanted)
 
     def _free_since(self, sample: tuple[float, float, float]) -> float:

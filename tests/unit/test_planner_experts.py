@@ -180,13 +180,17 @@ def test_line_through_copies() -> None:
 def test_experts_are_copied_as_fast_as_long_copies() -> None:
     """Measured alone, they take 9 s each and 1 s more. Long copies: 3 s for 10 bytes."""
     timings = tuple(ExpertTiming((4, 6), n, Series((1.0 + 9.0 * n,))) for n in (1, 2, 4))
-    profile = replace(
-        synthetic_profile(SMALL), experts=timings,
-        contention=(Contention(4, 1.0, 1.0, 10 / 3, 1.0), Contention(8, 1.0, 1.0, 0.1, 0.1)),
-    )  # fmt: skip
-    assert copy_line(profile, (4, 6), 4) == pytest.approx((10.0 - 3.0, 3.0))
-    assert copy_line(profile, (4, 6), 8) == pytest.approx((1.0, 9.0))
-    assert copy_line(replace(profile, contention=()), (4, 6), 4) == pytest.approx((1.0, 9.0))
+    profile = replace(synthetic_profile(SMALL), experts=timings)
+
+    def line(*link_rates: float) -> tuple[float, float]:
+        contention = tuple(Contention(n, 1.0, 1.0, rate, rate) for n, rate in enumerate(link_rates, 1))
+        return copy_line(replace(profile, contention=contention), (4, 6))
+
+    assert line(10 / 3, 2.0) == pytest.approx((10.0 - 3.0, 3.0))
+    assert line(0.1) == line() == pytest.approx((1.0, 9.0))  # never slower than alone
+    dense = replace(profile, weights=tuple(w for w in profile.weights if not w.n_experts_used))
+    contention = (Contention(1, 1.0, 1.0, 10 / 3, 10 / 3),)  # with copies of another kind
+    assert copy_line(replace(dense, contention=contention), (4, 6)) == pytest.approx((1.0, 9.0))
 
 
 def test_blocks_of_a_mixture_of_experts() -> None:

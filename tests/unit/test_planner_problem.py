@@ -8,7 +8,7 @@ import pytest
 
 from planner.errors import AtsplanError
 from planner.measurements import Contention, GlueTiming, HostTiming, Profile, QueueTiming, Series, WeightUse
-from planner.problem import Curve, build_graph, costs, find_units, mean_past
+from planner.problem import Curve, Kernels, build_graph, costs, find_units, mean_past
 from planner.workload import Workload
 from tests.unit.planner_profiles import QWEN3_14B, TINY, Machine, Shapes, dense_weights, synthetic_profile
 
@@ -209,3 +209,14 @@ def test_products_share_the_memory_with_copies() -> None:
             least = weight.size_bytes / 20e9 if before and is_limited else 0.0
             assert after == pytest.approx(max(before, least))
         assert limited.cpu_slowdown == pytest.approx(20 / 15)
+
+
+def test_experts_share_the_memory_with_copies_too() -> None:
+    mixture = replace(TINY, n_experts=8, n_experts_used=4)
+    profile = synthetic_profile(mixture, Machine(cpu_rates={8: 40e9}, cpu_busy_rates={8: 30e9}))
+    weight = next(weight for weight in profile.weights if weight.n_experts_used)
+    contention = (Contention(8, 10e9, 8e9, 50e9, 40e9),)
+    for n in (1, 4):
+        alone = Kernels(profile).expert_seconds(weight, 8)(n)
+        seconds = Kernels(replace(profile, contention=contention)).expert_seconds(weight, 8)(n)
+        assert seconds == pytest.approx(max(alone, n * weight.size_bytes / 8 / 10e9)) and seconds > alone

@@ -180,11 +180,15 @@ def test_a_model_that_is_wrong_for_good_costs_little(per_weight: float, limit: f
 
 def test_a_small_model_does_not_follow_every_whim() -> None:
     """Its tokens are short: what changes within half a second of the last change is not acted upon yet."""
-    controller, machine = controller_of(), Machine(noise=0.02)
-    run(controller, machine, 100)
+    base = plan(60)
+    costs = WeightCosts(CPU / 8, 1e-5, LINK / 8, 2e-5, 1000)
+    prediction = replace(base.prediction, decode_cpu_busy_seconds=60 * CPU / 8, decode_gpu_busy_seconds=REST / 8)
+    small = replace(base, placements=tuple(replace(p, costs=costs) for p in base.placements), prediction=prediction)
+    controller, machine = Controller(Policy(small, no_transfers)), Machine(noise=0.02)
     changed_at, seconds = [], 0.0
-    for i in range(1000):
-        token = replace(machine, link=0.5 if i // 50 % 2 else 1.0).token(N, len(controller.streamed))
+    for i in range(1100):
+        is_slow = i >= 100 and i // 50 % 2
+        token = replace(machine, link=0.5 if is_slow else 1.0).token(N, len(controller.streamed))
         short = Measured(*(value / 8 for value in vars(token).values()))
         seconds += short.seconds
         decision = controller.add(short)
@@ -357,6 +361,26 @@ def test_what_was_best_in_quiet_is_tried_when_a_load_is_gone(seed: int) -> None:
             controller.add(machine.token(controller.streamed, False, cpu_load))
         patterns.append(controller.streamed)
     assert len(patterns[1]) > len(patterns[0]) == len(patterns[3])
+
+
+@pytest.mark.parametrize("cpu", [0.5, 0.8])
+def test_what_was_best_in_quiet_is_not_tried_under_load(cpu: float) -> None:
+    """The CPU is slower for long; the link is as free as ever."""
+    controller, machine = controller_of(), Machine(noise=0.01)
+    run(controller, machine, 100)
+    loaded = replace(machine, cpu=cpu)
+    seconds, decisions = run(controller, loaded, 1000)
+    assert sum(seconds) / 1000 <= 1.015 * loaded.best_seconds(N)
+    assert len(decisions) <= 3
+
+
+def test_a_faster_link_does_not_hide_a_slower_gpu() -> None:
+    controller, machine = controller_of(), Machine(noise=0.01)
+    run(controller, machine, 100)
+    run(controller, replace(machine, link=0.6), 60)
+    changed = replace(machine, link=0.8, rest=4 * REST)  # what others leave of the link comes and goes
+    _, decisions = run(controller, changed, 6)
+    assert decisions and decisions[0][1].reason.startswith("the GPU is slower")
 
 
 def test_of_equal_patterns_the_planned_one_stays() -> None:

@@ -224,7 +224,7 @@ def test_threads_do_not_flap() -> None:
 
 
 def test_a_burst_costs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something takes a core for most of one sample; what takes it for good is noticed within three."""
+    """Something takes a core for most of one sample; what takes it for longer is noticed within two."""
     system = System()
     load = system.host_load(monkeypatch)
     free = []
@@ -232,5 +232,20 @@ def test_a_burst_costs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         system.now += 1.01 * INTERVAL_SECONDS
         system.busy_seconds += {5: 0.8, 12: 1.0, 13: 1.0, 14: 1.0, 15: 1.0}.get(i, 0.0) * 1.01 * INTERVAL_SECONDS
         free.append(load.free_cores(16))
-    assert free[4:8] == pytest.approx([16, 16 - 0.8 / 3, 16, 16])
-    assert free[12:17] == pytest.approx([16 - 1 / 3, 16 - 2 / 3, 15, 15, 16])
+    assert free[4:8] == pytest.approx([16, 16, 16, 16])
+    assert free[12:17] == pytest.approx([16, 15, 15, 15, 16])
+
+
+@pytest.mark.parametrize("seconds", [0.5, 0.7, 1.0, 3.0])
+def test_loads_that_come_and_go_cost_threads_for_longer(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Every time that eight threads settle anew costs more than a second with eight of them gains."""
+    system = System()
+    load, threads = system.host_load(monkeypatch), ThreadCount(8)
+    n_changes = 0
+    for _ in range(int(60 / TOKEN_SECONDS)):
+        system.others = 12 if system.now % (2 * seconds) < seconds else 0
+        system.token(threads.n)
+        free = load.free_cores(threads.n)
+        n_changes += free is not None and threads.update(free)
+    assert n_changes <= 60 / seconds
+    assert n_changes <= 50
