@@ -10,6 +10,7 @@ equals, the one where tokens were fastest ever, which is tried again when a load
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,6 +68,7 @@ class Controller:
         self._is_final = False  # the pattern is the fastest of those visited
         self._backoff = 1
         self._home: Visit | None = None  # where tokens were fastest, ever
+        self._free_link_seconds = math.inf  # once settled: what copies take if the link is as free as there
 
     def interrupt(self) -> None:
         """Leave out the next tokens: after a prompt or a pause the engine starts afresh, as after a change."""
@@ -122,10 +124,13 @@ class Controller:
 
     def _deviation(self, recent: Sequence[Measured], usual: Sequence[Measured]) -> str:
         """Return what has changed, or "". A link that others use comes and goes: it is faster only once it is free."""
-        is_free = all(self._has_free_link(m) for m in recent)
-        reason = next((r for r in _deviations(recent, usual) if r != _LINK_FASTER or is_free), "")
-        was_free = self._has_free_link(_typical(usual), DEVIATION)
-        return reason or (_LINK_FASTER if is_free and not was_free else "")
+        free = self._free_link_seconds
+        is_free = all(m.link_seconds <= (1 + FREE) * free for m in recent)
+        for reason in _deviations(recent, usual):
+            if reason != _LINK_FASTER or is_free:
+                return reason
+        was_free = statistics.median(m.link_seconds for m in usual) <= (1 + DEVIATION) * free
+        return _LINK_FASTER if is_free and not was_free else ""
 
     def _start(self, reason: str, tokens: Iterable[Measured], measured: Measured) -> Decision | None:
         """Speeds have changed: what was measured before no longer counts."""
@@ -161,6 +166,7 @@ class Controller:
             self._backoff = 1
         if self._home is None or measured.seconds < (1 - SAME) * self._home.measured.seconds:
             self._home = visit
+        self._free_link_seconds = self._seconds_as_at_home(self._home)[1]
         return None
 
     def _promising(self, model: Model, measured: Measured) -> tuple[int, ...] | None:
@@ -186,19 +192,21 @@ class Controller:
                 return pattern
         return fastest.streamed
 
-    def _has_free_link(self, measured: Measured, tolerance: float = FREE) -> bool:
-        """Tell whether copies take hardly longer than where tokens were fastest."""
-        if self._home is None:
-            return False
-        link, home_link = self._policy.lanes(self.streamed)[1], self._policy.lanes(self._home.streamed)[1]
-        return measured.link_seconds * home_link <= (1 + tolerance) * self._home.measured.link_seconds * link
-
     def _is_quiet(self, measured: Measured) -> bool:
         """Tell whether CPU and link are hardly slower than where tokens were fastest."""
-        if self._home is None or not self._has_free_link(measured):
+        if self._home is None:
             return False
-        cpu, home_cpu = self._policy.lanes(self.streamed)[0], self._policy.lanes(self._home.streamed)[0]
-        return measured.cpu_seconds * home_cpu <= (1 + DEVIATION) * self._home.measured.cpu_seconds * cpu
+        cpu, link = self._seconds_as_at_home(self._home)
+        return measured.link_seconds <= (1 + FREE) * link and measured.cpu_seconds <= (1 + DEVIATION) * cpu
+
+    def _seconds_as_at_home(self, home: Visit) -> tuple[float, float]:
+        """Return what CPU and link would take here if they were as fast as there; infinity for what did nothing."""
+        cpu, link = self._policy.lanes(self.streamed)
+        home_cpu, home_link = self._policy.lanes(home.streamed)
+        return (
+            home.measured.cpu_seconds * cpu / home_cpu if home_cpu else math.inf,
+            home.measured.link_seconds * link / home_link if home_link else math.inf,
+        )
 
     def _best(self, model: Model) -> tuple[int, ...]:
         """Return what to stream; where tokens were fastest is as good as anything that is hardly better."""

@@ -445,6 +445,20 @@ def test_deciding_takes_under_a_millisecond() -> None:
     assert statistics.median(seconds) < 1e-3
 
 
+def test_watching_a_token_does_not_go_through_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It happens after every token, in the thread that computes; deciding is rare."""
+    controller, machine = controller_of(), Machine(noise=0.02)
+    while controller._usual is None:
+        run(controller, machine, 1)
+
+    def lanes(self: Policy, streamed: object) -> tuple[float, float]:
+        raise AssertionError("settled, and nothing has changed")
+
+    tokens = [machine.token(N, len(controller.streamed)) for _ in range(8)]  # too soon for a look at the lanes
+    monkeypatch.setattr(Policy, "lanes", lanes)
+    assert [controller.add(token) for token in tokens] == [None] * 8
+
+
 def test_plans_of_the_paper_use_its_algorithm() -> None:
     def every_other(*columns: list[float]) -> tuple[list[bool], float]:
         assert columns[0][0] == pytest.approx(CPU / 0.5)  # the CPU takes twice as long now
