@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .measurements import ExpertTiming, KernelKind, Profile, WeightUse
+from .measurements import ExpertTiming, Profile, WeightUse, heaviest_kind
 from .plan import ExpertPolicy, WeightClass
 from .problem import Costs, ExpertStep, Kernels, Unit
 from .units import KIB
@@ -308,7 +308,7 @@ def _batch_step(block: ExpertBlock, rates: ExpertRates, batch: Costs, hit_fracti
 def find_experts(profile: Profile, units: Sequence[Unit], costs: Costs) -> Experts | None:
     """Return the model's experts at the thread count of `costs`; None if it has none, or they were not measured."""
     blocks = find_blocks(profile.weights, units)
-    lines = {timing.matrix_bytes: copy_line(profile, timing.matrix_bytes) for timing in profile.experts}
+    lines = copy_lines(profile)
     if not blocks or any(block.matrix_bytes not in lines for block in blocks):
         return None
     kernels = Kernels(profile)
@@ -329,24 +329,25 @@ def find_experts(profile: Profile, units: Sequence[Unit], costs: Costs) -> Exper
     return Experts(blocks, tuple(rates), tuple(_frequencies(profile, units, block) for block in blocks))
 
 
-def copy_line(profile: Profile, matrix_bytes: tuple[int, ...]) -> tuple[float, float]:
-    """Return (latency, seconds per expert) of streaming such experts while the CPU is idle.
+def copy_lines(profile: Profile) -> dict[tuple[int, ...], tuple[float, float]]:
+    """Return (latency, seconds per expert) of streaming experts while the CPU is idle, by the bytes of their matrices.
 
     Their copies are measured alone, each time waiting for the result. The engine copies as fast as long copies by the
     same kernel are, which are measured against the CPU if experts are the heaviest weights: those of 3 MB with 50 GB/s
     instead of 39 on an H200.
     """
-    latency, seconds = fit_line(profile.experts, matrix_bytes)
-    bytes_by_kind: dict[KernelKind, int] = {}
-    for weight in profile.products:
-        bytes_by_kind[weight.kernel] = bytes_by_kind.get(weight.kernel, 0) + weight.size_bytes
-    heaviest = max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind])
-    rate = max((rates.link_alone for rates in profile.contention), default=0.0) if heaviest.n_experts_used else 0.0
-    if sum(matrix_bytes) >= seconds * rate:
-        return latency, seconds
-    copying = sum(matrix_bytes) / rate
-    first = min((t for t in profile.experts if t.matrix_bytes == matrix_bytes), key=lambda t: t.n_experts)
-    return max(0.0, first.seconds.median - first.n_experts * copying), copying
+    rate = 0.0
+    if profile.experts and heaviest_kind(profile.weights).n_experts_used:
+        rate = max((rates.link_alone for rates in profile.contention), default=0.0)
+    lines = {}
+    for matrix_bytes in {timing.matrix_bytes for timing in profile.experts}:
+        latency, seconds = fit_line(profile.experts, matrix_bytes)
+        if sum(matrix_bytes) < seconds * rate:
+            seconds = sum(matrix_bytes) / rate
+            first = min((t for t in profile.experts if t.matrix_bytes == matrix_bytes), key=lambda t: t.n_experts)
+            latency = max(0.0, first.seconds.median - first.n_experts * seconds)
+        lines[matrix_bytes] = latency, seconds
+    return lines
 
 
 def fit_line(timings: Iterable[ExpertTiming], matrix_bytes: tuple[int, ...]) -> tuple[float, float]:

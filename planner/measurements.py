@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -99,6 +100,15 @@ class WeightUse:
     def is_product(self) -> bool:
         """Whether activations are multiplied with it. Nearly all of a model's bytes are."""
         return self.op in ("MUL_MAT", "MUL_MAT_ID") and not self.is_input
+
+
+def heaviest_kind(weights: Iterable[WeightUse]) -> KernelKind:
+    """Return the kind of products with the most bytes of weights: what profiles measure against copies."""
+    bytes_by_kind: Counter[KernelKind] = Counter()
+    for weight in weights:
+        if weight.is_product:
+            bytes_by_kind[weight.kernel] += weight.size_bytes
+    return max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind])
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from planner.measurements import (
     Profile,
     QueueTiming,
     Series,
+    heaviest_kind,
 )
 from planner.units import GIB, MIB
 from planner.workload import Workload, kv_label
@@ -211,7 +212,8 @@ def _jobs(model: GgufModel, inspection: Inspection, machine: Machine, settings: 
     yield from jobs.kernel_jobs(kernels, inspection, machine, settings.n_ubatch)
     if machine.gpu:
         activation_bytes = max(weight.input_bytes for weight in weights) * settings.n_ubatch
-        heaviest = max(kernels, key=lambda kernel: sum(w.size_bytes for w in weights if kernel.fits(w)))
+        kind = heaviest_kind(weights)
+        heaviest = next(kernel for kernel in kernels if kernel.kind == kind)
         yield from jobs.glue_jobs(model.paths[0], machine, settings.n_context, settings.n_ubatch)
         yield from jobs.link_jobs(machine)
         yield from jobs.crossing_jobs(machine, activation_bytes)

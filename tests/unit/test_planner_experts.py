@@ -11,7 +11,7 @@ from planner.experts import (
     ExpertBlock,
     ExpertRates,
     Experts,
-    copy_line,
+    copy_lines,
     expected_step,
     find_blocks,
     find_experts,
@@ -184,13 +184,13 @@ def test_experts_are_copied_as_fast_as_long_copies() -> None:
 
     def line(*link_rates: float) -> tuple[float, float]:
         contention = tuple(Contention(n, 1.0, 1.0, rate, rate) for n, rate in enumerate(link_rates, 1))
-        return copy_line(replace(profile, contention=contention), (4, 6))
+        return copy_lines(replace(profile, contention=contention))[4, 6]
 
     assert line(10 / 3, 2.0) == pytest.approx((10.0 - 3.0, 3.0))
     assert line(0.1) == line() == pytest.approx((1.0, 9.0))  # never slower than alone
     dense = replace(profile, weights=tuple(w for w in profile.weights if not w.n_experts_used))
     contention = (Contention(1, 1.0, 1.0, 10 / 3, 10 / 3),)  # with copies of another kind
-    assert copy_line(replace(dense, contention=contention), (4, 6)) == pytest.approx((1.0, 9.0))
+    assert copy_lines(replace(dense, contention=contention))[4, 6] == pytest.approx((1.0, 9.0))
 
 
 def test_blocks_of_a_mixture_of_experts() -> None:
