@@ -162,8 +162,9 @@ class Controller:
             self._is_final = True
             return self._change(preferred, "the fastest so far", model)
         self._usual = list(self._window)
-        if self.streamed != self._visits[0].streamed:
-            self._backoff = 1
+        visited = [visit.streamed for visit in self._visits]
+        if self.streamed != visited[0] and (self._home is None or self._home.streamed not in visited):
+            self._backoff = 1  # else it is known what could be tried first
         if self._home is None or measured.seconds < (1 - SAME) * self._home.measured.seconds:
             self._home = visit
         self._free_link_seconds = self._seconds_as_at_home(self._home)[1]
