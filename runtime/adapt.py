@@ -29,7 +29,8 @@ MAX_VISITS = 3  # patterns that are measured before one of them stays
 MIN_TRIAL = 32  # tokens after which to try what cannot be measured, in case it is as planned again
 MIN_LOOK = 12  # tokens after which to see whether lanes are out of balance, though nothing deviates
 MAX_BACKOFF = 16  # times as many tokens where trials are in vain
-# Since a change, before a trial and before a deviation counts: small models' tokens are too short to follow all noise.
+# Since a change or a trial, before the next trial; since a change, before a deviation counts: small models' tokens are
+# too short to follow all noise.
 MIN_TRIAL_SECONDS, MIN_CHANGE_SECONDS = 1.0, 0.5
 FREE = (
     0.07  # of the time that copies took where tokens were fastest: a link that nobody else uses may take as much more
@@ -58,8 +59,8 @@ class Controller:
         self._policy = policy
         self.streamed = policy.planned
         self._window: deque[Measured] = deque(maxlen=N_MEASURED)
-        self._n_since_change = 0
         self._seconds_since_change = 0.0
+        self._n_since_look, self._seconds_since_look = 0, 0.0  # since a change or a trial
         self._n_to_skip = N_SKIPPED
         self._visits: list[Visit] = []  # since speeds changed last
         self._reason = "the first tokens"
@@ -83,7 +84,8 @@ class Controller:
 
     def add(self, measured: Measured) -> Decision | None:
         """Take up one token; return what to change before the next one, if anything."""
-        self._n_since_change += 1
+        self._n_since_look += 1
+        self._seconds_since_look += measured.seconds
         self._seconds_since_change += measured.seconds
         self._n_to_skip -= 1
         if self._n_to_skip >= 0 or not self._policy.movable:
@@ -99,7 +101,7 @@ class Controller:
         if reason and self._seconds_since_change >= MIN_CHANGE_SECONDS:
             return self._start(reason, recent, _cautious(recent, recent if reason == _LINK_FASTER else self._window))
         if self._is_time_for_a_trial():
-            self._n_since_change, self._seconds_since_change = 0, 0.0
+            self._n_since_look, self._seconds_since_look = 0, 0.0
             self._backoff = min(2 * self._backoff, MAX_BACKOFF)  # unless another pattern turns out to be better
             self._model = None  # what cannot be measured is assumed to be as planned
             return self._start(_TRIAL, self._window, _cautious(self._window, self._window))
@@ -107,11 +109,11 @@ class Controller:
 
     def _is_time_for_a_trial(self) -> bool:
         """Tell whether to try something though speeds have not changed; the more trials were in vain, the rarer."""
-        n = self._n_since_change
+        n = self._n_since_look
         min_look = MIN_LOOK if len(self._visits) == 1 else MIN_TRIAL  # what other patterns took counts for longer
         may_try = n >= MIN_TRIAL * self._backoff
         may_look = n >= min_look * self._backoff and n % N_MEASURED == 0
-        if self._seconds_since_change < MIN_TRIAL_SECONDS or not (may_try or may_look):
+        if self._seconds_since_look < MIN_TRIAL_SECONDS or not (may_try or may_look):
             return False
         measured, (cpu, link) = _typical(self._window), self._policy.lanes(self.streamed)
         if may_try and (cpu == 0 or link == 0 or self._policy.waits_for_link(measured)):
@@ -219,7 +221,7 @@ class Controller:
         return best
 
     def _change(self, streamed: tuple[int, ...], reason: str, model: Model) -> Decision:
-        self._n_since_change, self._seconds_since_change = 0, 0.0
+        self._n_since_look, self._seconds_since_look, self._seconds_since_change = 0, 0.0, 0.0
         self.interrupt()
         before, self.streamed = self.streamed, streamed
         cpu_speed = self._policy.cpu_speed(model, before)

@@ -267,6 +267,18 @@ def test_what_was_best_in_quiet_is_not_tried_under_load(cpu: float) -> None:
     assert len(decisions) <= 3
 
 
+def test_a_trial_in_vain_does_not_delay_what_follows() -> None:
+    """Whenever a load ends: a trial that changed nothing may have been a moment ago."""
+    for n_tokens in range(100, 300, 4):
+        controller, machine = controller_of(), Machine(noise=0.01)
+        run(controller, machine, 100)
+        quiet = controller.streamed
+        run(controller, replace(machine, link=0.5), n_tokens)
+        assert controller.streamed != quiet
+        _, decisions = run(controller, machine, 5)
+        assert decisions and controller.streamed == quiet, n_tokens
+
+
 def test_a_faster_link_does_not_hide_a_slower_gpu() -> None:
     controller, machine = controller_of(), Machine(noise=0.01)
     run(controller, machine, 100)
