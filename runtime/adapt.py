@@ -176,14 +176,15 @@ class Controller:
         """Return a pattern that is worth a visit, if there is one."""
         visited = [visit.streamed for visit in self._visits]
         home = self._home.streamed if self._home is not None else self.streamed
-        if home not in visited and self._is_quiet(measured) and not self._reason.endswith("slower"):
-            return home
         best = self._best(model)
         expected_now = self._policy.token_seconds(model, self.streamed)
         error = measured.seconds / expected_now if expected_now > 0 else 1.0
         promised = error * self._policy.token_seconds(model, best)
         gains = promised < (1 - MIN_GAIN) * min(visit.measured.seconds for visit in self._visits)
-        return best if gains and best not in visited else None
+        if gains and best not in visited:
+            return best
+        may_go_home = home not in visited and self._is_quiet(measured) and not self._reason.endswith("slower")
+        return home if may_go_home else None
 
     def _preferred(self) -> tuple[int, ...]:
         """Return the fastest of the visited patterns; of those that are hardly slower, the one that was it ever."""

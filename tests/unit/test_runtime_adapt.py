@@ -256,6 +256,22 @@ def test_what_was_best_in_quiet_is_tried_when_a_load_is_gone(seed: int) -> None:
     assert patterns[3] == patterns[0]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_better_than_ever_is_not_tried_last(seed: int) -> None:
+    """The CPU is faster than in quiet when a load of the link ends."""
+    policy = Policy(recorded_plan(), no_transfers)
+    controller, machine = Controller(policy), SharedLink(policy, random.Random(seed))
+    for is_shared, cpu_load, n_tokens in ((False, 0.0, 150), (True, 0.0, 150), (True, -0.25, 150)):
+        for _ in range(n_tokens):
+            controller.add(machine.token(controller.streamed, is_shared, cpu_load))
+    seconds = []
+    for _ in range(100):
+        token = machine.token(controller.streamed, False, -0.25)
+        seconds.append(token.seconds)
+        controller.add(token)
+    assert statistics.median(seconds[6:11]) <= 1.05 * statistics.median(seconds[50:])
+
+
 @pytest.mark.parametrize("cpu", [0.5, 0.8])
 def test_what_was_best_in_quiet_is_not_tried_under_load(cpu: float) -> None:
     """The CPU is slower for long; the link is as free as ever."""
