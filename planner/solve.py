@@ -17,7 +17,6 @@ from .joint import Candidate, estimate, lower_bound, prompt_rings, solve_joint
 from .knapsack import solve_with_experts_last
 from .measurements import Profile, WeightUse
 from .memory import (
-    DEFAULT_MARGIN_BYTES,
     DISPLAY_RESERVE_BYTES,
     available_bytes,
     fixed_memory,
@@ -55,7 +54,7 @@ def solve(
     *,
     objective: Objective = "joint",
     check: bool = False,
-    margin_bytes: int = DEFAULT_MARGIN_BYTES,
+    margin_bytes: int | None = None,
 ) -> Plan:
     """Return the plan that takes the least time for the workload within `budget_bytes` of VRAM. Deterministic.
 
