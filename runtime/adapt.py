@@ -91,13 +91,16 @@ class Controller:
         if self._n_to_skip >= 0 or not self._policy.movable:
             return None
         self._window.append(measured)
-        if self._usual is None:
-            n_needed = N_MEASURED if self._visits else N_FIRST
-            return self._settle(_typical(self._window)) if len(self._window) == n_needed else None
         if len(self._window) < N_FIRST:
             return None
         recent = list(self._window)[-N_FIRST:]
-        reason = self._deviation(recent, self._usual)
+        if self._usual is None:
+            reason = self._deviation_of_lanes(recent) if self._visits else ""
+            if reason:
+                return self._start(reason, recent, _cautious(recent, recent))
+            n_needed = N_MEASURED if self._visits else N_FIRST
+            return self._settle(_typical(self._window)) if len(self._window) == n_needed else None
+        reason = self._deviation(recent, self._usual, self._free_link_seconds)
         if reason and self._seconds_since_change >= MIN_CHANGE_SECONDS:
             return self._start(reason, recent, _cautious(recent, recent if reason == _LINK_FASTER else self._window))
         if self._is_time_for_a_trial():
@@ -124,9 +127,23 @@ class Controller:
         expected = self._policy.token_seconds(model, self.streamed)
         return self._policy.token_seconds(model, self._policy.best(model)) < (1 - CLEAR) * expected
 
-    def _deviation(self, recent: Sequence[Measured], usual: Sequence[Measured]) -> str:
+    def _deviation_of_lanes(self, recent: Sequence[Measured]) -> str:
+        """Return which lane is slower or faster than under the pattern before, whatever a change of pattern does."""
+        before = self._visits[-1]
+        free = self._as_here(self._home.measured, self._home.streamed)[1] if self._home is not None else math.inf
+        for direction, farther in (("slower", max), ("faster", min)):
+            usual = []
+            for token in before.tokens:
+                cpu, link = self._as_here(token, before.streamed)
+                cpu, link = farther(token.cpu_seconds, cpu), farther(token.link_seconds, link)
+                usual.append(replace(token, cpu_seconds=cpu, link_seconds=link))
+            reason = self._deviation(recent, usual, free)
+            if reason.endswith(direction) and "GPU" not in reason:
+                return reason
+        return ""
+
+    def _deviation(self, recent: Sequence[Measured], usual: Sequence[Measured], free: float) -> str:
         """Return what has changed, or "". A link that others use comes and goes: it is faster only once it is free."""
-        free = self._free_link_seconds
         is_free = all(m.link_seconds <= (1 + FREE) * free for m in recent)
         for reason in _deviations(recent, usual):
             if reason != _LINK_FASTER or is_free:
@@ -169,7 +186,7 @@ class Controller:
             self._backoff = 1  # else it is known what could be tried first
         if self._home is None or measured.seconds < (1 - SAME) * self._home.measured.seconds:
             self._home = visit
-        self._free_link_seconds = self._seconds_as_at_home(self._home)[1]
+        self._free_link_seconds = self._as_here(self._home.measured, self._home.streamed)[1]
         return None
 
     def _promising(self, model: Model, measured: Measured) -> tuple[int, ...] | None:
@@ -200,16 +217,16 @@ class Controller:
         """Tell whether CPU and link are hardly slower than where tokens were fastest."""
         if self._home is None:
             return False
-        cpu, link = self._seconds_as_at_home(self._home)
+        cpu, link = self._as_here(self._home.measured, self._home.streamed)
         return measured.link_seconds <= (1 + FREE) * link and measured.cpu_seconds <= (1 + DEVIATION) * cpu
 
-    def _seconds_as_at_home(self, home: Visit) -> tuple[float, float]:
+    def _as_here(self, measured: Measured, streamed: tuple[int, ...]) -> tuple[float, float]:
         """Return what CPU and link would take here if they were as fast as there; infinity for what did nothing."""
         cpu, link = self._policy.lanes(self.streamed)
-        home_cpu, home_link = self._policy.lanes(home.streamed)
+        cpu_there, link_there = self._policy.lanes(streamed)
         return (
-            home.measured.cpu_seconds * cpu / home_cpu if home_cpu else math.inf,
-            home.measured.link_seconds * link / home_link if home_link else math.inf,
+            measured.cpu_seconds * cpu / cpu_there if cpu_there else math.inf,
+            measured.link_seconds * link / link_there if link_there else math.inf,
         )
 
     def _best(self, model: Model) -> tuple[int, ...]:

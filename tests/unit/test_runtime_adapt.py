@@ -283,6 +283,17 @@ def test_what_was_best_in_quiet_is_not_tried_under_load(cpu: float) -> None:
     assert len(decisions) <= 3
 
 
+@pytest.mark.parametrize("change", [{"cpu": 0.5}, {"link": 0.5}, {"cpu": 1.5}])
+@pytest.mark.parametrize("n_tokens", range(7))
+def test_what_begins_while_a_pattern_is_visited_is_seen_at_once(change: dict[str, float], n_tokens: int) -> None:
+    controller, machine = controller_of(80), Machine(cpu=0.75, noise=0.01)
+    _, decisions = run(controller, machine, 7)
+    assert len(decisions) == 1  # a visit has begun
+    run(controller, machine, n_tokens)
+    seconds, _ = run(controller, replace(machine, **change), 100)
+    assert statistics.median(seconds[8:13]) <= 1.05 * statistics.median(seconds[50:])
+
+
 def test_a_trial_in_vain_does_not_delay_what_follows() -> None:
     """Whenever a load ends: a trial that changed nothing may have been a moment ago."""
     for n_tokens in range(100, 300, 4):
