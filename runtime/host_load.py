@@ -63,7 +63,9 @@ class HostLoad:
         little, only where the mean of several samples is, too.
         """
         now = self._clock()
-        if self._has_all_cores and n_threads > 1 and now >= self._look_at:
+        if n_threads == 1:
+            self._lacks.clear()  # it has nothing to give up
+        elif self._has_all_cores and now >= self._look_at:
             self._look(now, n_threads)
         unwanted = self._unwanted_cores(n_threads)
         if now - self._samples[-1][0] < INTERVAL_SECONDS:

@@ -111,6 +111,27 @@ def test_one_core_that_is_wanting_is_told_later(monkeypatch: pytest.MonkeyPatch)
     assert [i for i, cores in enumerate(free) if cores == 15] == [7, 8, 9]
 
 
+def test_a_single_thread_gets_the_second_core_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = System()
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    load = HostLoad(
+        lambda: system.busy_seconds, lambda: 0.0, lambda: system.now, 2.0, lambda: system.others + system.own,
+        system.count_own,
+    )  # fmt: skip
+    threads = ThreadCount(2)
+    n_threads = []
+    for system.others in [1] * 30 + [0] * 30:
+        system.now += TOKEN_SECONDS
+        system.own = threads.n
+        system.busy_seconds += min(system.others, 2 - threads.n) * TOKEN_SECONDS
+        free = load.free_cores(threads.n)
+        if free is not None:
+            threads.update(free)
+        n_threads.append(threads.n)
+    assert (n_threads[29], n_threads[-1]) == (1, 2)
+
+
 def test_tasks_of_others_with_cores_of_their_own_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     system = System(others=40)
     load = system.host_load(monkeypatch, n_cores=4)  # the other twelve are for others
