@@ -1,4 +1,4 @@
-"""A plan under load: the same tokens decoded twice, adaptive and static, while other programs come and go."""
+"""A plan under load: the same tokens decoded adaptively and statically, in turns, while other programs come and go."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _MIN_RISE = 0.02  # of the quiet time: a smaller rise is noise, and has no cut
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run under one load. Its tokens are `first_token` and the next ones of the trace."""
+    """A part of a run under one load. Its tokens are `first_token` and the next ones of the trace.
+
+    Without those of the other run's turns, and without the first ones of each turn, in which the engine changes over.
+    """
 
     load: str  # "quiet" | "CPU load" | "GPU and link load"
     start_seconds: float  # in the trace's time
@@ -45,7 +48,7 @@ class PressureRun:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether both runs computed the same: the likeliest next token after each of the tokens that both decoded."""
+    """Whether both runs computed the same: the likeliest next token after the same tokens, turn by turn."""
 
     n_compared: int
     n_different: int
@@ -59,6 +62,7 @@ class PressureResult:
     software: Software
     n_load_processes: int  # of the CPU load
     agreement: Agreement
+    turn_seconds: float = 0.0  # after which the other run went on; 0: one run after the other, before 0.4.5
     schema_version: int = PRESSURE_SCHEMA_VERSION
 
 
@@ -125,7 +129,8 @@ def pressure_view(result: PressureResult) -> RenderableType:
     title.append(
         f"\nmean of a token without a phase's first {_N_SKIPPED}; its rise over the first phase; tokens until a median "
         f"of five comes within 5 %; cut: the part of static's rise that adapting avoids; load processes on the CPU: "
-        f"{result.n_load_processes}",
+        f"{result.n_load_processes}; "
+        + (f"turns of {result.turn_seconds:g} s" if result.turn_seconds else "one run after the other"),
         "not bold dim",
     )
     return Group(title, "", table, "", *(Text(line) for line in remarks(result)))

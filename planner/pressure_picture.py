@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from .units import MIB
 
 RUN_COLOURS = {"static": "#7f8fa6", "adaptive": "#3b7dd8"}
 LOAD_COLOURS = {CPU_LOAD: "#b5489a", LINK_LOAD: "#e0a100"}
+
+_PAUSE_SECONDS = 0.1
 
 
 def write_pressure_png(path: Path, result: PressureResult) -> None:
@@ -34,25 +37,36 @@ def draw_pressure(figure: Any, result: PressureResult) -> None:
         ("MiB streamed\nper token", lambda token: token.streamed_bytes / MIB),
     )
     runs = {"static": result.static, "adaptive": result.adaptive}
-    for axes, (label, value) in zip(panels, values, strict=True):
+    for axes, (quantity, value) in zip(panels, values, strict=True):
         _shade(axes, result.adaptive)
         highest = 0.0
         for name, run in runs.items():
             start = _start(run)
             tokens = [token for token in run.trace.tokens if token.at_seconds > start]  # without the warm-up
-            times, raw = [token.at_seconds - start for token in tokens], [value(token) for token in tokens]
+            raw = [value(token) for token in tokens]
             smooth = running_medians(raw)
-            axes.plot(times, raw, color=RUN_COLOURS[name], linewidth=0.5, alpha=0.35)
-            axes.plot(times, smooth, color=RUN_COLOURS[name], linewidth=1.3, label=name)
+            for number, turn in enumerate(_turns(tokens)):
+                times, label = [token.at_seconds - start for token in tokens[turn]], name if number == 0 else None
+                axes.plot(times, raw[turn], color=RUN_COLOURS[name], linewidth=0.5, alpha=0.35)
+                axes.plot(times, smooth[turn], color=RUN_COLOURS[name], linewidth=1.3, label=label)
             highest = max([highest, *smooth])
         for change in result.adaptive.trace.changes:
             axes.axvline(change.at_seconds - _start(result.adaptive), color=EVENT_COLOUR, linestyle="--", linewidth=0.8)
-        axes.set_ylabel(label)
+        axes.set_ylabel(quantity)
         axes.set_ylim(0, 1.2 * highest or 1.0)  # single slow tokens may leave the picture
     panels[0].legend(loc="upper left", ncols=4, fontsize="small", frameon=False)
     if result.adaptive.phases:
         panels[-1].set_xlim(0, result.adaptive.phases[-1].end_seconds - _start(result.adaptive))
     panels[-1].set_xlabel("seconds; dashed: a change of the adaptive run")
+
+
+def _turns(tokens: Sequence[TokenSample]) -> list[slice]:
+    """Return which tokens followed each other without a pause."""
+    bounds = [0]
+    for index, (one, two) in enumerate(pairwise(tokens), 1):
+        if two.at_seconds - two.seconds - one.at_seconds > _PAUSE_SECONDS:
+            bounds.append(index)
+    return [slice(begin, end) for begin, end in pairwise([*bounds, len(tokens)])]
 
 
 def _shade(axes: Any, run: PressureRun) -> None:

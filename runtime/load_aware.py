@@ -46,6 +46,7 @@ class LoadAware:
         self._host_load = host_load or HostLoad()
         self._threads = ThreadCount(plan.workload.n_threads)
         self._adapts, self._keeps_trace = adapts, keeps_trace
+        self._is_held = False
         self._policy = Policy(plan, helper.choose_transfers)
         self._controller = Controller(self._policy)
         self._ring_bytes = plan.vram.ring_bytes
@@ -63,6 +64,21 @@ class LoadAware:
     @property
     def is_adaptive(self) -> bool:
         return self._adapts
+
+    def hold(self) -> None:
+        """Compute as planned from now on, whatever the load, until `follow`."""
+        self.after()
+        self._is_held = True
+        self._set_classes(self._policy.planned)
+        self._set_n_threads(self._plan.workload.n_threads)
+
+    def follow(self) -> None:
+        """Go on as before `hold`."""
+        self.after()
+        self._is_held = False
+        self._controller.interrupt()
+        self._set_classes(self._controller.streamed)
+        self._set_n_threads(self._threads.n)
 
     def before(self, n_tokens: int) -> None:
         """Note the start of an evaluation. Raises DeviceError if another program has taken the VRAM."""
@@ -92,7 +108,7 @@ class LoadAware:
         token = _measured(now - began, self._counters, self._helper.statistics())
         if self._keeps_trace:
             self._tokens.append(_sample(now - self._started, token))
-        if self._adapts:
+        if self._adapts and not self._is_held:
             self._follow_free_cores()  # first: what tokens took while a thread waited for a core tells nothing
             decision = self._controller.add(token)
             if decision:

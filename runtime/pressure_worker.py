@@ -1,12 +1,14 @@
-"""Decode continuously under a plan while loads come and go, in a process of its own."""
+"""Decode under a plan while loads come and go, adaptive and static in turns, in a process of its own."""
 
 from __future__ import annotations
 
 import random
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,19 +16,20 @@ import numpy as np
 
 from planner.hardware import Hardware
 from planner.plan import Plan
-from planner.pressure import CPU_LOAD, LINK_LOAD, QUIET, Phase, PressureRun
+from planner.pressure import CPU_LOAD, LINK_LOAD, QUIET, Agreement, Phase, PressureRun
 from planner.records import from_json, read_record, to_json
-from planner.trace import Trace
+from planner.trace import TokenSample, Trace
 
 from . import child
 from .card_watch import CardWatch
-from .engine import Engine, PlanEngine
+from .engine import PlanEngine
 from .library import load
 from .load_processes import Load
 
 LOADS = (QUIET, CPU_LOAD, QUIET, LINK_LOAD, QUIET)
 _START_SECONDS = 900  # for everything before the first phase
 _N_PROMPT, _N_CYCLE = 512, 256  # tokens: the context goes from one to the sum of both, again and again
+_N_CHANGE_OVER = 5  # tokens of a turn in which the ring is filled and graphs are captured again
 _DIGITS = 6  # of times: microseconds
 
 Sample = TypeVar("Sample")
@@ -37,25 +40,34 @@ class Task:
     model_path: str
     plan_path: str
     hardware: Hardware  # where it runs
-    is_adaptive: bool
     warmup_seconds: float
-    quiet_seconds: float
-    load_seconds: float
+    quiet_seconds: float  # of each run
+    load_seconds: float  # of each run
+    turn_seconds: float
     n_load_processes: int  # of the CPU load
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The run, and after each of its tokens the likeliest next one and how far its logit is above the second."""
+    adaptive: PressureRun
+    static: PressureRun
+    agreement: Agreement
 
-    run: PressureRun
+
+@dataclass(frozen=True)
+class Turn:
+    """A run of tokens, and after each of them the likeliest next one and how far its logit is above the second."""
+
+    phase: int
+    is_adaptive: bool
+    first_token: int
     likeliest: tuple[int, ...]
     gaps: tuple[float, ...]
 
 
 def total_seconds(task: Task) -> float:
-    """Return what the run takes from its first token on."""
-    return task.warmup_seconds + sum(_phase_seconds(task, load) for load in LOADS)
+    """Return about what the runs take from the first token on."""
+    return task.warmup_seconds + 2 * sum(_phase_seconds(task, load) for load in LOADS)
 
 
 def run(task: Task) -> Answer:
@@ -64,7 +76,7 @@ def run(task: Task) -> Answer:
         "runtime.pressure_worker",
         to_json(task),
         purpose="Measuring under load failed",
-        timeout_seconds=_START_SECONDS + 2 * total_seconds(task),
+        timeout_seconds=_START_SECONDS + 3 * total_seconds(task),
     )
     return from_json(answer.encode(), Answer, "the measurement")
 
@@ -78,73 +90,111 @@ def run_task(task: Task) -> Answer:
             LINK_LOAD: stack.enter_context(Load(["link", "gpu"], plan.device)),
         }
         engine = stack.enter_context(
-            PlanEngine(load(plan.device), Path(task.model_path), plan, is_adaptive=task.is_adaptive, keeps_trace=True)
+            PlanEngine(load(plan.device), Path(task.model_path), plan, is_adaptive=True, keeps_trace=True)
         )
         card = stack.enter_context(CardWatch(engine.library.pci_bus_id))
         for processes in loads.values():
             processes.wait_ready()
         decoder = _Decoder(engine)
         decoder.decode(task.warmup_seconds)
-        phases = []
-        for name in LOADS:
-            if name in loads:
-                loads[name].go()
-            first_token = len(decoder.likeliest)
-            decoder.decode(_phase_seconds(task, name))
-            phases.append((name, first_token, len(decoder.likeliest)))
-            if name in loads:
-                loads[name].stop()
-        trace = engine.load.trace(task.hardware, card.samples)
-    tokens = trace.tokens
-    found = tuple(
-        Phase(
-            load=name,
-            start_seconds=round(max(0.0, tokens[first].at_seconds - tokens[first].seconds), _DIGITS),
-            end_seconds=round(tokens[last - 1].at_seconds, _DIGITS),
-            first_token=first,
-            n_tokens=last - first,
-        )
-        for name, first, last in phases
-    )
-    return Answer(PressureRun(_rounded_trace(trace), found), tuple(decoder.likeliest), tuple(decoder.gaps))
+        turns = []
+        for phase, (before, name) in enumerate(pairwise((QUIET, *LOADS))):
+            seconds = _phase_seconds(task, name)
+            n_turns = max(1, round(seconds / task.turn_seconds))
+            for index in range(n_turns):
+                for is_adaptive in (True, False):
+                    decoder.change_over(is_adaptive)
+                    if index == 0 and is_adaptive:  # its tokens count from the moment when the load changes
+                        if before in loads:
+                            loads[before].stop()
+                        if name in loads:
+                            loads[name].go()
+                    first_token = decoder.n_decoded
+                    likeliest, gaps = decoder.decode(seconds / n_turns)
+                    turns.append(Turn(phase, is_adaptive, first_token, likeliest, gaps))
+        trace = _rounded_trace(engine.load.trace(task.hardware, card.samples))
+    return Answer(pressure_run(trace, turns, True), pressure_run(trace, turns, False), agreement_of(turns))
+
+
+def pressure_run(trace: Trace, turns: Sequence[Turn], is_adaptive: bool) -> PressureRun:
+    """Return the tokens of one run's turns. Phases begin and end for both runs at the same time."""
+    tokens: list[TokenSample] = []
+    phases = []
+    for phase, name in enumerate(LOADS):
+        of_phase = [turn for turn in turns if turn.phase == phase]
+        first_token = len(tokens)
+        for turn in of_phase:
+            if turn.is_adaptive == is_adaptive:
+                tokens += trace.tokens[turn.first_token : turn.first_token + len(turn.likeliest)]
+        first, last = trace.tokens[of_phase[0].first_token], trace.tokens[_end(of_phase[-1]) - 1]
+        start_seconds = round(max(0.0, first.at_seconds - first.seconds), _DIGITS)
+        phases.append(Phase(name, start_seconds, last.at_seconds, first_token, len(tokens) - first_token))
+    changes = trace.changes if is_adaptive else ()
+    return PressureRun(replace(trace, is_adaptive=is_adaptive, tokens=tuple(tokens), changes=changes), tuple(phases))
+
+
+def agreement_of(turns: Sequence[Turn]) -> Agreement:
+    """Compare what a turn computed with what the next one did after the same tokens; one may have decoded more."""
+    n_compared, gaps = 0, []
+    for one, other in zip(turns[::2], turns[1::2], strict=True):
+        pairs = list(zip(one.likeliest, other.likeliest, one.gaps, other.gaps, strict=False))
+        n_compared += len(pairs)
+        gaps += [max(gap, other_gap) for token, other_token, gap, other_gap in pairs if token != other_token]
+    return Agreement(n_compared, len(gaps), max(gaps, default=0.0))
 
 
 class _Decoder:
-    """Decodes random tokens, the same in every run, at about the same depth of the context."""
+    """Decodes random tokens, the same in every turn, at about the same depth of the context."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._generator = engine, random.Random(0)
+    def __init__(self, engine: PlanEngine) -> None:
+        generator = random.Random(0)
+        self._engine = engine
         self._n_prompt = min(_N_PROMPT, engine.n_context // 2)
-        self._n_longest = min(engine.n_context, self._n_prompt + _N_CYCLE)
-        self._prompt = [self._token() for _ in range(self._n_prompt)]
-        self.likeliest: list[int] = []
-        self.gaps: list[float] = []
-        engine.evaluate(self._prompt)
+        n_longest = min(engine.n_context, self._n_prompt + _N_CYCLE)
+        self._tokens = [generator.randrange(engine.n_vocab) for _ in range(n_longest)]
+        self.n_decoded = 0
+        engine.evaluate(self._tokens[: self._n_prompt])
 
-    def decode(self, seconds: float) -> None:
-        """Decode for so long, but one token at least."""
+    def change_over(self, is_adaptive: bool) -> None:
+        """Begin a turn."""
+        if is_adaptive:
+            self._engine.load.follow()
+        else:
+            self._engine.load.hold()
+        self._cut_back()
+        for _ in range(_N_CHANGE_OVER):
+            self._next()
+
+    def decode(self, seconds: float) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Decode for so long, but one token at least. Return the likeliest next tokens and their lead."""
         until = time.perf_counter() + seconds
-        while True:
-            if self._engine.n_tokens == self._n_longest:
-                self._cut_back()
-            self._engine.evaluate([self._token()])
-            logits = self._engine.logits()
-            likeliest = int(np.argmax(logits))
-            highest = float(logits[likeliest])
-            logits[likeliest] = -np.inf
-            self.likeliest.append(likeliest)
-            self.gaps.append(highest - float(logits.max()))
-            if time.perf_counter() >= until:
-                return
+        found = [self._next()]
+        while time.perf_counter() < until:
+            found.append(self._next())
+        likeliest, gaps = zip(*found, strict=True)
+        return likeliest, gaps
+
+    def _next(self) -> tuple[int, float]:
+        if self._engine.n_tokens == len(self._tokens):
+            self._cut_back()
+        self._engine.evaluate([self._tokens[self._engine.n_tokens]])
+        self.n_decoded += 1
+        logits = self._engine.logits()
+        likeliest = int(np.argmax(logits))
+        highest = float(logits[likeliest])
+        logits[likeliest] = -np.inf
+        return likeliest, highest - float(logits.max())
 
     def _cut_back(self) -> None:
         """Leave only the prompt in the context."""
-        n_kept = self._engine.keep_prefix([*self._prompt, 0])
+        prompt = self._tokens[: self._n_prompt]
+        n_kept = self._engine.keep_prefix([*prompt, 0])
         if n_kept < self._n_prompt:  # recurrent states cannot be cut
-            self._engine.evaluate(self._prompt[n_kept:])
+            self._engine.evaluate(prompt[n_kept:])
 
-    def _token(self) -> int:
-        return self._generator.randrange(self._engine.n_vocab)
+
+def _end(turn: Turn) -> int:
+    return turn.first_token + len(turn.likeliest)
 
 
 def _phase_seconds(task: Task, load: str) -> float:

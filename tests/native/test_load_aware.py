@@ -91,6 +91,40 @@ def test_static_runs_stay_as_planned(library: Library, smollm2: Path, plan: Plan
     assert all(0 < token.cpu_seconds + token.link_seconds <= token.seconds for token in trace.tokens)
 
 
+def test_a_run_that_is_held_is_as_planned_and_goes_on_where_it_was(
+    library: Library, smollm2: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_measured, n_threads = 0, []
+
+    def stream_nothing(controller: Controller, _: Measured) -> Decision:
+        nonlocal n_measured
+        n_measured += 1
+        before, controller.streamed = controller.streamed, ()
+        return Decision(before, (), "nothing", 1.0, 1.0)
+
+    monkeypatch.setattr(Controller, "add", stream_nothing)
+    with PlanEngine(library, smollm2, plan) as engine:
+        engine.load = LoadAware(
+            engine.helper, plan, n_threads.append, adapts=True, keeps_trace=True,
+            host_load=HostLoad(lambda: 0.0, lambda: 0.0, max_cores=0.0, runnable=lambda: 1),
+        )  # fmt: skip
+        engine.load._threads.n = 3
+        engine.evaluate(TOKENS[:N_PROMPT])
+        for index, token in enumerate(TOKENS[N_PROMPT:]):
+            if index == 10:
+                engine.load.hold()
+            if index == 20:
+                engine.load.follow()
+            engine.evaluate([token])
+            engine.logits()
+        tokens = engine.load.trace(HARDWARE).tokens
+    planned = sum(p.size_bytes for p in plan.placements if p.decode == "stream")
+    assert {token.streamed_bytes for token in tokens[3:10]} == {token.streamed_bytes for token in tokens[23:]} == {0}
+    assert {token.streamed_bytes for token in tokens[11:20]} == {planned}
+    assert n_measured == len(tokens) - 10
+    assert n_threads[-2:] == [plan.workload.n_threads, engine.load._threads.n]
+
+
 def test_ring_follows_the_free_vram(
     library: Library, smollm2: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

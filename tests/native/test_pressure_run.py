@@ -14,13 +14,12 @@ import pytest
 
 from planner.errors import DeviceError, UsageError
 from planner.plan import Plan
-from planner.pressure import CPU_LOAD, LINK_LOAD, QUIET, PressureResult
+from planner.pressure import CPU_LOAD, LINK_LOAD, QUIET, Agreement, PressureResult
 from planner.records import read_record, write_record
 from profiler.synthetic_model import write_synthetic_model
 from runtime import child, pressure_worker
 from runtime.load_processes import Load
-from runtime.pressure import agreement_of
-from runtime.pressure_worker import Answer, Task, run_task
+from runtime.pressure_worker import Task, Turn, agreement_of, run_task
 from tests.native.engine_plans import HARDWARE, plan_for, random_placements, weights_of
 from tests.native.test_run_command import invoke
 
@@ -112,34 +111,42 @@ def test_loads_end_with_whoever_started_them() -> None:
     assert not any(map(is_running, pids))
 
 
-def test_a_run_goes_on_through_all_phases(plan_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_runs_go_on_through_all_phases(plan_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pressure_worker, "_N_PROMPT", 32)
     monkeypatch.setattr(pressure_worker, "_N_CYCLE", 8)
-    task = Task(str(plan_path.with_name("model.gguf")), str(plan_path), HARDWARE, True, 0.2, 0.3, 0.6, 1)
+    task = Task(str(plan_path.with_name("model.gguf")), str(plan_path), HARDWARE, 0.2, 0.4, 0.6, 0.2, 1)
     answer = run_task(task)
-    phases, tokens = answer.run.phases, answer.run.trace.tokens
-    assert [phase.load for phase in phases] == [QUIET, CPU_LOAD, QUIET, LINK_LOAD, QUIET]
-    assert len(tokens) == len(answer.likeliest) == len(answer.gaps)
-    assert phases[0].first_token > 0  # after the warm-up
-    assert phases[-1].first_token + phases[-1].n_tokens == len(tokens)
-    for phase in phases:
-        assert phase.n_tokens > 0
-        assert phase.end_seconds == tokens[phase.first_token + phase.n_tokens - 1].at_seconds
-        wanted = task.quiet_seconds if phase.load == QUIET else task.load_seconds
-        assert phase.end_seconds - phase.start_seconds >= wanted - 0.01
-    assert all(one.end_seconds <= two.start_seconds + 1e-5 for one, two in pairwise(phases))
-    assert len(tokens) > 8  # the context was cut back to the prompt at least once, without evaluating it again
-    assert [prompt.n_tokens for prompt in answer.run.trace.prompts] == [32]
+    for run, is_adaptive in ((answer.adaptive, True), (answer.static, False)):
+        phases, tokens = run.phases, run.trace.tokens
+        assert run.trace.is_adaptive == is_adaptive
+        assert [phase.load for phase in phases] == [QUIET, CPU_LOAD, QUIET, LINK_LOAD, QUIET]
+        assert sum(phase.n_tokens for phase in phases) == len(tokens)
+        for phase, other in zip(phases, answer.static.phases, strict=True):
+            part = tokens[phase.first_token : phase.first_token + phase.n_tokens]
+            wanted = task.quiet_seconds if phase.load == QUIET else task.load_seconds
+            assert sum(token.seconds for token in part) <= phase.end_seconds - phase.start_seconds - wanted
+            assert phase.start_seconds <= part[0].at_seconds <= part[-1].at_seconds <= phase.end_seconds
+            assert (phase.start_seconds, phase.end_seconds) == (other.start_seconds, other.end_seconds)
+        assert all(one.end_seconds <= two.start_seconds for one, two in pairwise(phases))
+    adaptive, static = ([token.at_seconds for token in run.trace.tokens] for run in (answer.adaptive, answer.static))
+    assert adaptive[0] < static[0] and adaptive[-1] < static[-1] and not set(adaptive) & set(static)
+    order = [who for _, who in sorted([(at, 0) for at in adaptive] + [(at, 1) for at in static])]
+    n_turns = 1 + sum(one != two for one, two in pairwise(order))
+    assert n_turns == 2 * (2 + 3 + 2 + 3 + 2)
+    assert not answer.static.trace.changes
+    assert answer.agreement.n_compared > 100
+    assert answer.agreement.n_different == 0  # the simulated device computes as the CPU does
+    assert [prompt.n_tokens for prompt in answer.adaptive.trace.prompts] == [32]  # the context was cut back only
 
 
 def test_agreement() -> None:
-    def answer(likeliest: tuple[int, ...], gaps: tuple[float, ...]) -> Answer:
-        return Answer(None, likeliest, gaps)  # type: ignore[arg-type]
+    def turn(likeliest: tuple[int, ...], gaps: tuple[float, ...]) -> Turn:
+        return Turn(0, True, 0, likeliest, gaps)
 
-    one, other = answer((1, 2, 3, 4), (9.0, 0.1, 0.2, 9.0)), answer((1, 5, 6), (9.0, 0.3, 0.1))
-    assert agreement_of(one, other).n_compared == 3
-    assert (agreement_of(one, other).n_different, agreement_of(one, other).largest_gap) == (2, 0.3)
-    assert agreement_of(one, one).largest_gap == 0.0
+    one, other = turn((1, 2, 3, 4), (9.0, 0.1, 0.2, 9.0)), turn((1, 5, 6), (9.0, 0.3, 0.1))
+    assert agreement_of([one, other]) == Agreement(3, 2, 0.3)
+    assert agreement_of([one, other, one, one]) == Agreement(7, 2, 0.3)
+    assert agreement_of([one, one]) == Agreement(4, 0, 0.0)
 
 
 def test_the_command(plan_path: Path, tmp_path: Path) -> None:
