@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ RUN_COLOURS = {"static": "#7f8fa6", "adaptive": "#3b7dd8"}
 LOAD_COLOURS = {CPU_LOAD: "#b5489a", LINK_LOAD: "#e0a100"}
 
 _PAUSE_SECONDS = 0.1
+_MAX_OF_ADAPTIVE = 2.0  # a plan that is held may stall for so long that nothing else could be seen
 
 
 def write_pressure_png(path: Path, result: PressureResult) -> None:
@@ -39,7 +41,7 @@ def draw_pressure(figure: Any, result: PressureResult) -> None:
     runs = {"static": result.static, "adaptive": result.adaptive}
     for axes, (quantity, value) in zip(panels, values, strict=True):
         _shade(axes, result.adaptive)
-        highest = 0.0
+        highest = dict.fromkeys(runs, 0.0)
         for name, run in runs.items():
             start = _start(run)
             tokens = [token for token in run.trace.tokens if token.at_seconds > start]  # without the warm-up
@@ -49,11 +51,17 @@ def draw_pressure(figure: Any, result: PressureResult) -> None:
                 times, label = [token.at_seconds - start for token in tokens[turn]], name if number == 0 else None
                 axes.plot(times, raw[turn], color=RUN_COLOURS[name], linewidth=0.5, alpha=0.35)
                 axes.plot(times, smooth[turn], color=RUN_COLOURS[name], linewidth=1.3, label=label)
-            highest = max([highest, *smooth])
+            highest[name] = max(smooth, default=0.0)
         for change in result.adaptive.trace.changes:
             axes.axvline(change.at_seconds - _start(result.adaptive), color=EVENT_COLOUR, linestyle="--", linewidth=0.8)
         axes.set_ylabel(quantity)
-        axes.set_ylim(0, 1.2 * highest or 1.0)  # single slow tokens may leave the picture
+        limit = min(max(highest.values()), _MAX_OF_ADAPTIVE * highest["adaptive"] or math.inf)
+        axes.set_ylim(0, 1.2 * limit or 1.0)  # single slow tokens may leave the picture
+        if highest["static"] > limit:
+            axes.text(
+                0.995, 0.94, f"static: up to {highest['static']:.0f}", color=RUN_COLOURS["static"], fontsize="small",
+                ha="right", va="top", transform=axes.transAxes,
+            )  # fmt: skip
     panels[0].legend(loc="upper left", ncols=4, fontsize="small", frameon=False)
     if result.adaptive.phases:
         panels[-1].set_xlim(0, result.adaptive.phases[-1].end_seconds - _start(result.adaptive))
