@@ -29,8 +29,8 @@ MAX_VISITS = 3  # patterns that are measured before one of them stays
 MIN_TRIAL = 32  # tokens after which to try what cannot be measured, in case it is as planned again
 MIN_LOOK = 12  # tokens after which to see whether lanes are out of balance, though nothing deviates
 MAX_BACKOFF = 16  # times as many tokens where trials are in vain
-# Since a change or a trial, before the next trial; since a change, before a deviation counts: small models' tokens are
-# too short to follow all noise.
+# Since a change or a trial, before the next trial; since a change, or while a pattern is visited since the last visit
+# that was ended, before a deviation counts: small models' tokens are too short to follow all noise.
 MIN_TRIAL_SECONDS, MIN_CHANGE_SECONDS = 1.0, 0.5
 FREE = (
     0.07  # of the time that copies took where tokens were fastest: a link that nobody else uses may take as much more
@@ -52,7 +52,8 @@ class Decision:
 class Controller:
     """Watches tokens and decides when to change. `streamed` is what it decided last.
 
-    It is either settling, going through a few patterns, or settled: then it waits for a deviation.
+    It is either settling, going through a few patterns, or settled. In both it looks for deviations; a pattern is
+    visited to the end only without one.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -60,6 +61,7 @@ class Controller:
         self.streamed = policy.planned
         self._window: deque[Measured] = deque(maxlen=N_MEASURED)
         self._seconds_since_change = 0.0
+        self._seconds_since_end = math.inf  # of a visit, before it was complete
         self._n_since_look, self._seconds_since_look = 0, 0.0  # since a change or a trial
         self._n_to_skip = N_SKIPPED
         self._visits: list[Visit] = []  # since speeds changed last
@@ -87,6 +89,7 @@ class Controller:
         self._n_since_look += 1
         self._seconds_since_look += measured.seconds
         self._seconds_since_change += measured.seconds
+        self._seconds_since_end += measured.seconds
         self._n_to_skip -= 1
         if self._n_to_skip >= 0 or not self._policy.movable:
             return None
@@ -95,12 +98,14 @@ class Controller:
             return None
         recent = list(self._window)[-N_FIRST:]
         if self._usual is None:
-            reason = self._deviation_of_lanes(recent) if self._visits else ""
+            may_end = self._visits and self._seconds_since_end >= MIN_CHANGE_SECONDS
+            reason = self._deviation_of_lanes(recent) if may_end else ""
             if reason:
+                self._seconds_since_end = 0.0
                 return self._start(reason, recent, _cautious(recent, recent))
             n_needed = N_MEASURED if self._visits else N_FIRST
             return self._settle(_typical(self._window)) if len(self._window) == n_needed else None
-        reason = self._deviation(recent, self._usual, self._free_link_seconds)
+        reason = self._deviation(recent, self._usual)
         if reason and self._seconds_since_change >= MIN_CHANGE_SECONDS:
             return self._start(reason, recent, _cautious(recent, recent if reason == _LINK_FASTER else self._window))
         if self._is_time_for_a_trial():
@@ -128,28 +133,34 @@ class Controller:
         return self._policy.token_seconds(model, self._policy.best(model)) < (1 - CLEAR) * expected
 
     def _deviation_of_lanes(self, recent: Sequence[Measured]) -> str:
-        """Return which lane is slower or faster than under the pattern before, whatever a change of pattern does."""
+        """Return which lane is slower or faster than under the pattern before, beyond what the change may have done."""
         before = self._visits[-1]
-        free = self._as_here(self._home.measured, self._home.streamed)[1] if self._home is not None else math.inf
+        ratios = self._ratios(before.streamed)
+        is_free = self._is_free(recent, self._as_at_home()[1])
         for direction, farther in (("slower", max), ("faster", min)):
-            usual = []
-            for token in before.tokens:
-                cpu, link = self._as_here(token, before.streamed)
-                cpu, link = farther(token.cpu_seconds, cpu), farther(token.link_seconds, link)
-                usual.append(replace(token, cpu_seconds=cpu, link_seconds=link))
-            reason = self._deviation(recent, usual, free)
-            if reason.endswith(direction) and "GPU" not in reason:
-                return reason
+            cpu, link = (farther(1.0, ratio) for ratio in ratios)
+            usual = [
+                replace(m, cpu_seconds=_product(m.cpu_seconds, cpu), link_seconds=_product(m.link_seconds, link))
+                for m in before.tokens
+            ]
+            for reason in _deviations(recent, usual):
+                if reason.endswith(direction) and "GPU" not in reason and (reason != _LINK_FASTER or is_free):
+                    return reason
         return ""
 
-    def _deviation(self, recent: Sequence[Measured], usual: Sequence[Measured], free: float) -> str:
+    def _deviation(self, recent: Sequence[Measured], usual: Sequence[Measured]) -> str:
         """Return what has changed, or "". A link that others use comes and goes: it is faster only once it is free."""
-        is_free = all(m.link_seconds <= (1 + FREE) * free for m in recent)
+        free = self._free_link_seconds
+        is_free = self._is_free(recent, free)
         for reason in _deviations(recent, usual):
             if reason != _LINK_FASTER or is_free:
                 return reason
         was_free = statistics.median(m.link_seconds for m in usual) <= (1 + DEVIATION) * free
         return _LINK_FASTER if is_free and not was_free else ""
+
+    @staticmethod
+    def _is_free(recent: Sequence[Measured], free_link_seconds: float) -> bool:
+        return all(m.link_seconds <= (1 + FREE) * free_link_seconds for m in recent)
 
     def _start(self, reason: str, tokens: Iterable[Measured], measured: Measured) -> Decision | None:
         """Speeds have changed: what was measured before no longer counts."""
@@ -186,7 +197,7 @@ class Controller:
             self._backoff = 1  # else it is known what could be tried first
         if self._home is None or measured.seconds < (1 - SAME) * self._home.measured.seconds:
             self._home = visit
-        self._free_link_seconds = self._as_here(self._home.measured, self._home.streamed)[1]
+        self._free_link_seconds = self._as_at_home()[1]
         return None
 
     def _promising(self, model: Model, measured: Measured) -> tuple[int, ...] | None:
@@ -217,17 +228,21 @@ class Controller:
         """Tell whether CPU and link are hardly slower than where tokens were fastest."""
         if self._home is None:
             return False
-        cpu, link = self._as_here(self._home.measured, self._home.streamed)
+        cpu, link = self._as_at_home()
         return measured.link_seconds <= (1 + FREE) * link and measured.cpu_seconds <= (1 + DEVIATION) * cpu
 
-    def _as_here(self, measured: Measured, streamed: tuple[int, ...]) -> tuple[float, float]:
-        """Return what CPU and link would take here if they were as fast as there; infinity for what did nothing."""
-        cpu, link = self._policy.lanes(self.streamed)
-        cpu_there, link_there = self._policy.lanes(streamed)
-        return (
-            measured.cpu_seconds * cpu / cpu_there if cpu_there else math.inf,
-            measured.link_seconds * link / link_there if link_there else math.inf,
-        )
+    def _as_at_home(self) -> tuple[float, float]:
+        """Return what CPU and link would take here if they were as fast as where tokens were fastest; else infinity."""
+        if self._home is None:
+            return math.inf, math.inf
+        cpu, link = self._ratios(self._home.streamed)
+        return _product(self._home.measured.cpu_seconds, cpu), _product(self._home.measured.link_seconds, link)
+
+    def _ratios(self, streamed: tuple[int, ...]) -> tuple[float, float]:
+        """Return how much CPU and link have to do here relative to there; infinity for what does nothing there."""
+        here, there = self._policy.lanes(self.streamed), self._policy.lanes(streamed)
+        cpu, link = (now / before if before else math.inf for now, before in zip(here, there, strict=True))
+        return cpu, link
 
     def _best(self, model: Model) -> tuple[int, ...]:
         """Return what to stream; where tokens were fastest is as good as anything that is hardly better."""
@@ -262,6 +277,10 @@ def _deviations(recent: Sequence[Measured], usual: Sequence[Measured]) -> Iterat
             yield f"the {name} is slower"
         if all(value < centre - limit for value in values):
             yield f"the {name} is faster"
+
+
+def _product(seconds: float, ratio: float) -> float:
+    return seconds * ratio if math.isfinite(ratio) else math.inf
 
 
 def _cautious(tokens: Sequence[Measured], link_tokens: Iterable[Measured]) -> Measured:

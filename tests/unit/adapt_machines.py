@@ -44,8 +44,9 @@ class Machine:
         return min(quiet.token(n_host, k).seconds for k in range(n_host + 1))
 
 
-def plan(n_streamed: int, objective: str = "joint") -> Plan:
-    costs = WeightCosts(CPU, 1e-5, LINK, 2e-5, 1000)
+def plan(n_streamed: int, objective: str = "joint", faster: float = 1.0) -> Plan:
+    """Return a plan for the usual machine, or for one that is so many times as fast."""
+    costs = WeightCosts(CPU / faster, 1e-5, LINK / faster, 2e-5, 1000)
     streamed = set(range(0, N, N // n_streamed)) if n_streamed else set()
     placements = []
     for i in range(N):
@@ -58,7 +59,8 @@ def plan(n_streamed: int, objective: str = "joint") -> Plan:
         vram=replace(VramBudget(*nothing), ring_bytes=4000), prefill_min_tokens=32, placements=tuple(placements),
         solver=SolverReport(objective, "feasible", 0.0, 0.0, 0.0),
         prediction=Prediction(
-            REST + (N - len(streamed)) * CPU, 0.0, 0, 0, 0, (N - len(streamed)) * CPU, REST, 0.0,
+            (REST + (N - len(streamed)) * CPU) / faster, 0.0, 0, 0, 0, (N - len(streamed)) * CPU / faster,
+            REST / faster, 0.0,
         ),
         is_simulated=True,
     )  # fmt: skip

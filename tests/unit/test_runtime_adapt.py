@@ -283,15 +283,41 @@ def test_what_was_best_in_quiet_is_not_tried_under_load(cpu: float) -> None:
     assert len(decisions) <= 3
 
 
-@pytest.mark.parametrize("change", [{"cpu": 0.5}, {"link": 0.5}, {"cpu": 1.5}])
+@pytest.mark.parametrize(
+    ("n_streamed", "cpu", "change"),
+    [(10, 0.75, {"link": 0.5}), (60, 0.75, {"link": 0.5}), (80, 0.75, {"link": 0.5}), (110, 1.0, {"link": 2.0})],
+)
 @pytest.mark.parametrize("n_tokens", range(7))
-def test_what_begins_while_a_pattern_is_visited_is_seen_at_once(change: dict[str, float], n_tokens: int) -> None:
-    controller, machine = controller_of(80), Machine(cpu=0.75, noise=0.01)
+def test_what_begins_while_a_pattern_is_visited_is_seen_at_once(
+    n_streamed: int, cpu: float, change: dict[str, float], n_tokens: int
+) -> None:
+    controller, machine = controller_of(n_streamed), Machine(cpu=cpu, noise=0.01)
     _, decisions = run(controller, machine, 7)
     assert len(decisions) == 1  # a visit has begun
     run(controller, machine, n_tokens)
-    seconds, _ = run(controller, replace(machine, **change), 100)
-    assert statistics.median(seconds[8:13]) <= 1.05 * statistics.median(seconds[50:])
+    changed = replace(machine, **change)
+    seconds, _ = run(controller, changed, 100)
+    assert statistics.median(seconds[8:13]) <= 1.05 * changed.best_seconds(N)
+
+
+@pytest.mark.parametrize("n_tokens", range(3, 10))
+def test_what_ends_while_a_pattern_is_visited_is_seen_at_once(n_tokens: int) -> None:
+    controller, machine = controller_of(), Machine(noise=0.01)
+    run(controller, machine, 100)
+    quiet = controller.streamed
+    run(controller, replace(machine, link=0.5), n_tokens)
+    run(controller, machine, 8)
+    assert controller.streamed == quiet
+
+
+@pytest.mark.parametrize("change", [{"cpu": 0.5}, {"link": 0.5}])
+@pytest.mark.parametrize("n_streamed", [20, 60, 110])
+def test_speeds_that_come_and_go_do_not_keep_a_small_model_busy(n_streamed: int, change: dict[str, float]) -> None:
+    controller = Controller(Policy(plan(n_streamed, faster=20), no_transfers))
+    machine = Machine(cpu=20, link=20, rest=REST / 20, noise=0.01)
+    slower = replace(machine, **{name: 20 * speed for name, speed in change.items()})
+    n_changes = sum(len(run(controller, slower if i % 2 else machine, 7)[1]) for i in range(400))
+    assert n_changes <= 50  # in 2,800 tokens of 2 ms
 
 
 def test_a_trial_in_vain_does_not_delay_what_follows() -> None:
