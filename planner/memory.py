@@ -15,10 +15,10 @@ from .workload import Workload, kv_label
 KV_GRANULE = 256  # llama.cpp's KV cache holds, and its attention reads, a multiple of so many tokens
 
 # Each buffer is rounded up by the driver (2 MiB pages), and scratch pools grow a little with the batch's shape.
-_MARGIN_BYTES = 16 * MIB
-# Every weight on the host may end a run of the GPU, and every run becomes a captured graph. On an H200, a 70B model's
-# 240 to 300 runs took 36 MiB more than a 14B model's 80.
-_MARGIN_BYTES_PER_WEIGHT = 64 * KIB
+_MARGIN_BYTES = 12 * MIB
+# Every weight on the host may end a run of the GPU, and every run becomes a captured graph. On an H200, plans of models
+# with 169 to 289 weights took 4 to 34 MiB less than accounted for, those of one with 561 up to 26 MiB more.
+_MARGIN_BYTES_PER_WEIGHT = 96 * KIB
 # Desktops and browsers take and give back so much from one minute to the next.
 DISPLAY_RESERVE_BYTES = 256 * MIB
 _ENTRIES_PER_PAGE = 512  # pages of pinned host memory that a page of the card's page tables knows
@@ -77,31 +77,29 @@ def decided(weights: Sequence[WeightUse]) -> tuple[bool, ...]:
     return tuple(weight.is_product and weight.size_bytes >= granule for weight in weights)
 
 
-def usual_margin_bytes(weights: Sequence[WeightUse]) -> int:
-    """Return the VRAM to leave for what is not accounted for."""
-    return _MARGIN_BYTES + _MARGIN_BYTES_PER_WEIGHT * sum(decided(weights))
-
-
 def fixed_memory(
     profile: Profile, workload: Workload, margin_bytes: int | None = None, budget_bytes: int | None = None
 ) -> FixedMemory:
     """Return the VRAM that does not depend on the placement; for a budget, with page tables for what does not fit.
 
-    Without `margin_bytes`, with the usual margin.
+    Without `margin_bytes`, with one for what is not accounted for.
     Raises AtsplanError if the workload's settings are not among the profile's memory cases.
     """
     context_bytes, compute_bytes = _context_and_compute(profile, workload)
+    are_decided = decided(profile.weights)
     always_resident = {
         weight.name: vram_bytes(weight)
-        for weight, is_decided in zip(profile.weights, decided(profile.weights), strict=True)
+        for weight, is_decided in zip(profile.weights, are_decided, strict=True)
         if not weight.is_input and not is_decided
     }
+    if margin_bytes is None:
+        margin_bytes = _MARGIN_BYTES + _MARGIN_BYTES_PER_WEIGHT * sum(are_decided)
     fixed = FixedMemory(
         resident_bytes=sum(always_resident.values()),
         context_bytes=context_bytes,
         compute_bytes=compute_bytes,
         overhead_bytes=profile.device_overhead_bytes,
-        margin_bytes=usual_margin_bytes(profile.weights) if margin_bytes is None else margin_bytes,
+        margin_bytes=margin_bytes,
     )
     if budget_bytes is None:
         return fixed

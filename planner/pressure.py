@@ -28,10 +28,7 @@ _MIN_RISE = 0.02  # of the quiet time: a smaller rise is noise, and has no cut
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run under one load. Its tokens are `first_token` and the next ones of the trace.
-
-    Without those of the other run's turns, and without the first ones of each turn, in which the engine changes over.
-    """
+    """A part of a run under one load. Its tokens are `first_token` and the next ones of the trace."""
 
     load: str  # "quiet" | "CPU load" | "GPU and link load"
     start_seconds: float  # in the trace's time
@@ -42,6 +39,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class PressureRun:
+    """The trace of one run: of its own turns, without their first tokens, in which the engine changes over.
+
+    What it tells of prompts and of the card is of both runs.
+    """
+
     trace: Trace
     phases: tuple[Phase, ...]
 
@@ -62,7 +64,7 @@ class PressureResult:
     software: Software
     n_load_processes: int  # of the CPU load
     agreement: Agreement
-    turn_seconds: float = 0.0  # after which the other run went on; 0: one run after the other, before 0.4.5
+    turn_seconds: float = 0.0  # after which the other run went on, under load; 0: one after the other, before 0.4.5
     schema_version: int = PRESSURE_SCHEMA_VERSION
 
 
@@ -119,18 +121,18 @@ def cut_of_rise(adaptive: PhaseFigures | None, static: PhaseFigures | None) -> f
 def pressure_view(result: PressureResult) -> RenderableType:
     """Return the table of phases and what to make of it, for the terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for heading in ("phase", "adaptive", "rise", "after", "static", "rise", "after", "cut"):
+    for heading in ("phase", "adaptive", "rise", "after", "static", "rise", "cut"):
         table.add_column(heading, justify="left" if heading == "phase" else "right", no_wrap=True)
     adaptive, static = phase_figures(result.adaptive), phase_figures(result.static)
     for phase, one, other in zip(result.adaptive.phases, adaptive, static, strict=False):
         cut = cut_of_rise(one, other) if phase.load != QUIET else None
-        table.add_row(phase.load, *_cells(one), *_cells(other), "" if cut is None else f"{cut:.0%}")
+        table.add_row(phase.load, *_cells(one), *_cells(other)[:2], "" if cut is None else f"{cut:.0%}")
     title = Text(title_of(result.adaptive.trace).removesuffix(", adaptive"), style="bold")
     title.append(
-        f"\nmean of a token without a phase's first {_N_SKIPPED}; its rise over the first phase; tokens until a median "
-        f"of five comes within 5 %; cut: the part of static's rise that adapting avoids; load processes on the CPU: "
-        f"{result.n_load_processes}; "
-        + (f"turns of {result.turn_seconds:g} s" if result.turn_seconds else "one run after the other"),
+        f"\nmean of a token without a phase's first {_N_SKIPPED}; its rise over the first phase; after how many tokens "
+        "a median of five comes within 5 %; cut: the part of static's rise that adapting avoids; "
+        f"load processes on the CPU: {result.n_load_processes}; "
+        + (f"turns of {result.turn_seconds:.3g} s" if result.turn_seconds else "one run after the other"),
         "not bold dim",
     )
     return Group(title, "", table, "", *(Text(line) for line in remarks(result)))

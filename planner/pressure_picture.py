@@ -18,7 +18,7 @@ from .units import MIB
 RUN_COLOURS = {"static": "#7f8fa6", "adaptive": "#3b7dd8"}
 LOAD_COLOURS = {CPU_LOAD: "#b5489a", LINK_LOAD: "#e0a100"}
 
-_PAUSE_SECONDS = 0.1
+_PAUSE_SECONDS = 0.1  # between two tokens of a run: the other one's turn
 _MAX_OF_ADAPTIVE = 2.0  # a plan that is held may stall for so long that nothing else could be seen
 
 
@@ -38,17 +38,21 @@ def draw_pressure(figure: Any, result: PressureResult) -> None:
         ("ms of CPU\nper token", lambda token: token.cpu_seconds * 1e3),
         ("MiB streamed\nper token", lambda token: token.streamed_bytes / MIB),
     )
-    runs = {"static": result.static, "adaptive": result.adaptive}
+    runs = {
+        name: [token for token in run.trace.tokens if token.at_seconds > _start(run)]  # without an old file's warm-up
+        for name, run in (("static", result.static), ("adaptive", result.adaptive))
+    }
+    turns = {name: turns_of(tokens) for name, tokens in runs.items()}
+    starts = {"static": _start(result.static), "adaptive": _start(result.adaptive)}
     for axes, (quantity, value) in zip(panels, values, strict=True):
         _shade(axes, result.adaptive)
         highest = dict.fromkeys(runs, 0.0)
-        for name, run in runs.items():
-            start = _start(run)
-            tokens = [token for token in run.trace.tokens if token.at_seconds > start]  # without the warm-up
+        for name, tokens in runs.items():
             raw = [value(token) for token in tokens]
             smooth = running_medians(raw)
-            for number, turn in enumerate(_turns(tokens)):
-                times, label = [token.at_seconds - start for token in tokens[turn]], name if number == 0 else None
+            for number, turn in enumerate(turns[name]):
+                times = [token.at_seconds - starts[name] for token in tokens[turn]]
+                label = name if number == 0 else None
                 axes.plot(times, raw[turn], color=RUN_COLOURS[name], linewidth=0.5, alpha=0.35)
                 axes.plot(times, smooth[turn], color=RUN_COLOURS[name], linewidth=1.3, label=label)
             highest[name] = max(smooth, default=0.0)
@@ -68,8 +72,8 @@ def draw_pressure(figure: Any, result: PressureResult) -> None:
     panels[-1].set_xlabel("seconds; dashed: a change of the adaptive run")
 
 
-def _turns(tokens: Sequence[TokenSample]) -> list[slice]:
-    """Return which tokens followed each other without a pause."""
+def turns_of(tokens: Sequence[TokenSample]) -> list[slice]:
+    """Return which tokens followed each other without a turn of the other run."""
     bounds = [0]
     for index, (one, two) in enumerate(pairwise(tokens), 1):
         if two.at_seconds - two.seconds - one.at_seconds > _PAUSE_SECONDS:

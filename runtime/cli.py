@@ -126,7 +126,10 @@ def register(app: typer.Typer, detect: Detect) -> None:
         model: Annotated[Path | None, typer.Option("--model", help="The GGUF file, if it has moved.")] = None,
         json_path: Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")] = None,
         phase_seconds: Annotated[
-            float, typer.Option(min=0.1, max=3600, help="With --pressure: each way per load; half of it without one.")
+            float,
+            typer.Option(
+                min=0.1, max=3600, help="With --pressure: of each run under each load, half as long without one."
+            ),
         ] = 20.0,
         png: Annotated[Path | None, typer.Option(help="With --pressure: draw both runs into this PNG file.")] = None,
         static: Annotated[bool, typer.Option("--static", help="Keep to the plan, whatever the load.")] = False,

@@ -52,9 +52,17 @@ class HostLoad:
         self._own_seconds, self._clock = own_seconds, clock
         self._runnable, self._own_runnable = runnable or _runnable, own_runnable or _own_runnable
         self._has_all_cores = self._max_cores == os.cpu_count()  # else others' tasks may have cores of their own
-        self._samples = deque([(clock(), *self._read())], maxlen=N_INTERVALS + 1)
-        self._look_at = self._samples[0][0]
+        self._samples: deque[tuple[float, float, float]] = deque(maxlen=N_INTERVALS + 1)
         self._lacks: deque[float] = deque(maxlen=N_LOOKS_FOR_ONE)  # the cores that others left, too few in every look
+        self._n_threads: int | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was seen: others got fewer cores than they wanted where more own threads took them."""
+        self._samples.clear()
+        self._samples.append((self._clock(), *self._read()))
+        self._look_at = self._samples[0][0]
+        self._lacks.clear()
 
     def free_cores(self, n_threads: int) -> float | None:
         """Return the cores that other programs and quotas leave; None if nothing new is known.
@@ -62,10 +70,11 @@ class HostLoad:
         New is, at any time, that they do not suffice for `n_threads`; else what was free since the last sample, if too
         little, only where the mean of several samples is, too.
         """
+        if self._n_threads not in (None, n_threads):
+            self.restart()
+        self._n_threads = n_threads
         now = self._clock()
-        if n_threads == 1:
-            self._lacks.clear()  # it has nothing to give up
-        elif self._has_all_cores and now >= self._look_at:
+        if self._has_all_cores and n_threads > 1 and now >= self._look_at:
             self._look(now, n_threads)
         unwanted = self._unwanted_cores(n_threads)
         if now - self._samples[-1][0] < INTERVAL_SECONDS:

@@ -65,8 +65,13 @@ class LoadAware:
     def is_adaptive(self) -> bool:
         return self._adapts
 
+    @property
+    def n_tokens(self) -> int:
+        """Return how many tokens the trace has."""
+        return len(self._tokens)
+
     def hold(self) -> None:
-        """Compute as planned from now on, whatever the load, until `follow`."""
+        """Compute as planned from now on, whatever the load, until `follow`. The ring stays as it is."""
         self.after()
         self._is_held = True
         self._set_classes(self._policy.planned)
@@ -77,6 +82,7 @@ class LoadAware:
         self.after()
         self._is_held = False
         self._controller.interrupt()
+        self._host_load.restart()
         self._set_classes(self._controller.streamed)
         self._set_n_threads(self._threads.n)
 
@@ -88,7 +94,7 @@ class LoadAware:
         now = self._clock()
         if n_tokens > 1 or now - self._ended > _PAUSE_SECONDS:
             self._controller.interrupt()
-        if self._adapts and self._n_warmup <= 0 and now - self._checked >= _CHECK_SECONDS:
+        if self._adapts and not self._is_held and self._n_warmup <= 0 and now - self._checked >= _CHECK_SECONDS:
             self._checked = now
             self._check_vram()
         self._counters = self._helper.statistics()

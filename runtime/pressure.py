@@ -13,7 +13,7 @@ from .pressure_worker import Task, run, total_seconds
 
 BUSY_FRACTION = 0.6  # of the cores that the CPU load takes
 WARMUP_SECONDS = 5.0  # kernels are loaded, CUDA graphs captured, and an adaptive plan settles
-TURN_SECONDS = 2.0  # much less than what machines take to become slower or faster by themselves
+TURN_SECONDS = 2.0  # at least: much less than what machines take to become slower or faster by themselves
 
 Report = Callable[[str], None]
 
@@ -31,9 +31,9 @@ def measure_pressure(
         phase_seconds, TURN_SECONDS, max(1, round(BUSY_FRACTION * usable_cores())),
     )  # fmt: skip
     report(
-        f"Decoding under load, adaptive and static in turns: {total_seconds(task):.0f} s after loading the model ..."
+        f"Decoding under load, adaptive and static in turns: {total_seconds(task):.0f} s or more once it is loaded ..."
     )
     answer = run(task)
     return PressureResult(
-        answer.adaptive, answer.static, software, task.n_load_processes, answer.agreement, task.turn_seconds
+        answer.adaptive, answer.static, software, task.n_load_processes, answer.agreement, answer.turn_seconds
     )

@@ -28,8 +28,9 @@ from .load_processes import Load
 
 LOADS = (QUIET, CPU_LOAD, QUIET, LINK_LOAD, QUIET)
 _START_SECONDS = 900  # for everything before the first phase
-_N_PROMPT, _N_CYCLE = 512, 256  # tokens: the context goes from one to the sum of both, again and again
-_N_CHANGE_OVER = 5  # tokens of a turn in which the ring is filled and graphs are captured again
+_N_PROMPT, _N_CYCLE = 512, 256  # tokens: every turn goes on behind a prompt, and is cut back to it
+_N_CHANGE_OVER = 5  # tokens before a turn in which the ring is filled and graphs are captured again
+_N_TURN = 15  # tokens of a turn at least: fewer are too few for the controller to try a pattern
 _DIGITS = 6  # of times: microseconds
 
 Sample = TypeVar("Sample")
@@ -43,7 +44,7 @@ class Task:
     warmup_seconds: float
     quiet_seconds: float  # of each run
     load_seconds: float  # of each run
-    turn_seconds: float
+    turn_seconds: float  # at least
     n_load_processes: int  # of the CPU load
 
 
@@ -52,6 +53,7 @@ class Answer:
     adaptive: PressureRun
     static: PressureRun
     agreement: Agreement
+    turn_seconds: float  # under load
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Turn:
 
 
 def total_seconds(task: Task) -> float:
-    """Return about what the runs take from the first token on."""
+    """Return what the runs take from the first token on, without the tokens between their turns."""
     return task.warmup_seconds + 2 * sum(_phase_seconds(task, load) for load in LOADS)
 
 
@@ -76,7 +78,7 @@ def run(task: Task) -> Answer:
         "runtime.pressure_worker",
         to_json(task),
         purpose="Measuring under load failed",
-        timeout_seconds=_START_SECONDS + 3 * total_seconds(task),
+        timeout_seconds=_START_SECONDS + 10 * total_seconds(task),
     )
     return from_json(answer.encode(), Answer, "the measurement")
 
@@ -96,11 +98,12 @@ def run_task(task: Task) -> Answer:
         for processes in loads.values():
             processes.wait_ready()
         decoder = _Decoder(engine)
-        decoder.decode(task.warmup_seconds)
+        n_tokens = len(decoder.decode(task.warmup_seconds)[0])
+        turn_seconds = max(task.turn_seconds, _N_TURN * task.warmup_seconds / n_tokens)
         turns = []
         for phase, (before, name) in enumerate(pairwise((QUIET, *LOADS))):
             seconds = _phase_seconds(task, name)
-            n_turns = max(1, round(seconds / task.turn_seconds))
+            n_turns = _n_turns(seconds, turn_seconds)
             for index in range(n_turns):
                 for is_adaptive in (True, False):
                     decoder.change_over(is_adaptive)
@@ -109,11 +112,12 @@ def run_task(task: Task) -> Answer:
                             loads[before].stop()
                         if name in loads:
                             loads[name].go()
-                    first_token = decoder.n_decoded
+                    first_token = engine.load.n_tokens
                     likeliest, gaps = decoder.decode(seconds / n_turns)
                     turns.append(Turn(phase, is_adaptive, first_token, likeliest, gaps))
         trace = _rounded_trace(engine.load.trace(task.hardware, card.samples))
-    return Answer(pressure_run(trace, turns, True), pressure_run(trace, turns, False), agreement_of(turns))
+    adaptive, static = (pressure_run(trace, turns, is_adaptive) for is_adaptive in (True, False))
+    return Answer(adaptive, static, agreement_of(turns), task.load_seconds / _n_turns(task.load_seconds, turn_seconds))
 
 
 def pressure_run(trace: Trace, turns: Sequence[Turn], is_adaptive: bool) -> PressureRun:
@@ -152,7 +156,6 @@ class _Decoder:
         self._n_prompt = min(_N_PROMPT, engine.n_context // 2)
         n_longest = min(engine.n_context, self._n_prompt + _N_CYCLE)
         self._tokens = [generator.randrange(engine.n_vocab) for _ in range(n_longest)]
-        self.n_decoded = 0
         engine.evaluate(self._tokens[: self._n_prompt])
 
     def change_over(self, is_adaptive: bool) -> None:
@@ -178,7 +181,6 @@ class _Decoder:
         if self._engine.n_tokens == len(self._tokens):
             self._cut_back()
         self._engine.evaluate([self._tokens[self._engine.n_tokens]])
-        self.n_decoded += 1
         logits = self._engine.logits()
         likeliest = int(np.argmax(logits))
         highest = float(logits[likeliest])
@@ -191,6 +193,10 @@ class _Decoder:
         n_kept = self._engine.keep_prefix([*prompt, 0])
         if n_kept < self._n_prompt:  # recurrent states cannot be cut
             self._engine.evaluate(prompt[n_kept:])
+
+
+def _n_turns(seconds: float, turn_seconds: float) -> int:
+    return max(1, int(seconds / turn_seconds + 1e-9))
 
 
 def _end(turn: Turn) -> int:

@@ -94,7 +94,7 @@ def test_static_runs_stay_as_planned(library: Library, smollm2: Path, plan: Plan
 def test_a_run_that_is_held_is_as_planned_and_goes_on_where_it_was(
     library: Library, smollm2: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n_measured, n_threads = 0, []
+    now, n_measured, n_threads, interrupted = 0.0, 0, [], []
 
     def stream_nothing(controller: Controller, _: Measured) -> Decision:
         nonlocal n_measured
@@ -103,12 +103,15 @@ def test_a_run_that_is_held_is_as_planned_and_goes_on_where_it_was(
         return Decision(before, (), "nothing", 1.0, 1.0)
 
     monkeypatch.setattr(Controller, "add", stream_nothing)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(Controller, "interrupt", lambda _: interrupted.append(n_measured))
+    planned_threads = replace(plan, workload=replace(plan.workload, n_threads=8))
+    host_load = HostLoad(lambda: 0.0, lambda: 0.0, lambda: now, max_cores=3.0, runnable=lambda: 1)
     with PlanEngine(library, smollm2, plan) as engine:
         engine.load = LoadAware(
-            engine.helper, plan, n_threads.append, adapts=True, keeps_trace=True,
-            host_load=HostLoad(lambda: 0.0, lambda: 0.0, max_cores=0.0, runnable=lambda: 1),
+            engine.helper, planned_threads, n_threads.append, adapts=True, keeps_trace=True, clock=lambda: now,
+            host_load=host_load,
         )  # fmt: skip
-        engine.load._threads.n = 3
         engine.evaluate(TOKENS[:N_PROMPT])
         for index, token in enumerate(TOKENS[N_PROMPT:]):
             if index == 10:
@@ -116,13 +119,15 @@ def test_a_run_that_is_held_is_as_planned_and_goes_on_where_it_was(
             if index == 20:
                 engine.load.follow()
             engine.evaluate([token])
+            now += 0.06
             engine.logits()
         tokens = engine.load.trace(HARDWARE).tokens
     planned = sum(p.size_bytes for p in plan.placements if p.decode == "stream")
     assert {token.streamed_bytes for token in tokens[3:10]} == {token.streamed_bytes for token in tokens[23:]} == {0}
     assert {token.streamed_bytes for token in tokens[11:20]} == {planned}
     assert n_measured == len(tokens) - 10
-    assert n_threads[-2:] == [plan.workload.n_threads, engine.load._threads.n]
+    assert n_threads == [3, 8, 3]  # for the cores that are free, as planned, as before
+    assert interrupted[1:] == [10]  # the first tokens of a turn are not measured; the prompt's was the first
 
 
 def test_ring_follows_the_free_vram(

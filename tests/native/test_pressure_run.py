@@ -7,17 +7,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from planner.errors import DeviceError, UsageError
-from planner.plan import Plan
+from planner.plan import Plan, WeightCosts
 from planner.pressure import CPU_LOAD, LINK_LOAD, QUIET, Agreement, PressureResult
 from planner.records import read_record, write_record
 from profiler.synthetic_model import write_synthetic_model
 from runtime import child, pressure_worker
+from runtime.adapt import Controller, Decision
+from runtime.adapt_policy import Measured
+from runtime.load_aware import LoadAware
 from runtime.load_processes import Load
 from runtime.pressure_worker import Task, Turn, agreement_of, run_task
 from tests.native.engine_plans import HARDWARE, plan_for, random_placements, weights_of
@@ -31,8 +37,14 @@ def plan_path(native_helper: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """Return a plan beside its model."""
     folder = tmp_path_factory.mktemp("pressure")
     (model,) = write_synthetic_model(folder / "model.gguf", "llama-tiny")
-    plan = plan_for(model, random_placements(weights_of(model, 64), 1), n_context=64, n_ubatch=32)
-    write_record(folder / "plan.json", plan)
+    weights = weights_of(model, 64)
+    placements = [
+        replace(item, costs=WeightCosts(1e-4, 1e-5, 5e-5, 1e-5, item.size_bytes))
+        if weight.op == "MUL_MAT" and not item.is_resident
+        else item
+        for item, weight in zip(random_placements(weights, 1), weights, strict=True)
+    ]
+    write_record(folder / "plan.json", plan_for(model, placements, n_context=64, n_ubatch=32))
     return folder / "plan.json"
 
 
@@ -112,8 +124,34 @@ def test_loads_end_with_whoever_started_them() -> None:
 
 
 def test_both_runs_go_on_through_all_phases(plan_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pressure_worker, "_N_PROMPT", 32)
+    """The adaptive one decides to stream nothing; the static one stays as planned."""
+    monkeypatch.setattr(pressure_worker, "_N_PROMPT", 33)  # the last token alone
     monkeypatch.setattr(pressure_worker, "_N_CYCLE", 8)
+    monkeypatch.setattr(pressure_worker, "_N_TURN", 1)
+    events: list[tuple[float, str]] = []
+    for name in ("go", "stop"):
+        usual = getattr(Load, name)
+
+        def noted(load: Load, name: str = name, usual: Callable[[Load], None] = usual) -> None:
+            usual(load)
+            events.append((time.perf_counter() - started, name))
+
+        monkeypatch.setattr(Load, name, noted)
+
+    def stream_nothing(controller: Controller, _: Measured) -> Decision:
+        before, controller.streamed = controller.streamed, ()
+        return Decision(before, (), "nothing", 1.0, 1.0)
+
+    monkeypatch.setattr(Controller, "add", stream_nothing)
+    build = LoadAware.__init__
+
+    def noted_build(self: LoadAware, *arguments: Any, **options: Any) -> None:
+        nonlocal started
+        build(self, *arguments, **options)
+        started = self._started  # zero of the trace's time
+
+    started = 0.0
+    monkeypatch.setattr(LoadAware, "__init__", noted_build)
     task = Task(str(plan_path.with_name("model.gguf")), str(plan_path), HARDWARE, 0.2, 0.4, 0.6, 0.2, 1)
     answer = run_task(task)
     for run, is_adaptive in ((answer.adaptive, True), (answer.static, False)):
@@ -133,10 +171,26 @@ def test_both_runs_go_on_through_all_phases(plan_path: Path, monkeypatch: pytest
     order = [who for _, who in sorted([(at, 0) for at in adaptive] + [(at, 1) for at in static])]
     n_turns = 1 + sum(one != two for one, two in pairwise(order))
     assert n_turns == 2 * (2 + 3 + 2 + 3 + 2)
-    assert not answer.static.trace.changes
+    assert answer.turn_seconds == pytest.approx(0.2)
+
+    assert [name for _, name in events] == ["go", "stop", "go", "stop"]
+    for (at, _), phase in zip(events, answer.adaptive.phases[1:], strict=True):
+        assert at == pytest.approx(phase.start_seconds, abs=0.03)  # a phase begins when its load does
+
+    plan = answer.static.trace.plan
+    planned = sum(item.size_bytes for item in plan.placements if item.decode == "stream" and not item.is_resident)
+    fixed = sum(item.size_bytes for item in plan.placements if item.decode == "stream" and item.costs is None)
+    assert {token.streamed_bytes for token in answer.static.trace.tokens} == {planned}
+    assert {token.streamed_bytes for token in answer.adaptive.trace.tokens} == {fixed} != {planned}
+    assert answer.adaptive.trace.changes and not answer.static.trace.changes
     assert answer.agreement.n_compared > 100
     assert answer.agreement.n_different == 0  # the simulated device computes as the CPU does
     assert [prompt.n_tokens for prompt in answer.adaptive.trace.prompts] == [32]  # the context was cut back only
+
+
+def test_turns_are_long_enough_to_try_a_pattern(plan_path: Path) -> None:
+    """For slow models, in tokens; a phase has one turn of each run at least."""
+    assert [pressure_worker._n_turns(20.0, seconds) for seconds in (2.0, 3.0, 6.0, 30.0)] == [10, 6, 3, 1]
 
 
 def test_agreement() -> None:

@@ -25,7 +25,7 @@ from planner.pressure import (
     quiet_seconds,
     remarks,
 )
-from planner.pressure_picture import write_pressure_png
+from planner.pressure_picture import turns_of, write_pressure_png
 from planner.records import from_json, to_json
 from planner.solve import solve
 from planner.trace import Change, TokenSample, Trace
@@ -99,13 +99,20 @@ def test_the_table(result: PressureResult) -> None:
     rows = [line.split("  ") for line in text.splitlines() if "load" in line and "ms" in line]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert cells == [
-        [CPU_LOAD, "134.4 ms", "+34%", "12", "200.0 ms", "+100%", "0", "66%"],
-        [LINK_LOAD, "140.0 ms", "+40%", "3", "180.0 ms", "+80%", "0", "50%"],
+        [CPU_LOAD, "134.4 ms", "+34%", "12", "200.0 ms", "+100%", "66%"],
+        [LINK_LOAD, "140.0 ms", "+40%", "3", "180.0 ms", "+80%", "50%"],
     ]
     lines = remarks(result)
     assert lines[0] == "all quiet phases: +0.7% time per token, adaptive against static"
     assert lines[1] == "last phase against the first: adaptive +2.0%, static +0.0%"
     assert "2 of 99 differ; there, the two likeliest logits are at most 0.25 apart" in lines[3]
+
+
+def test_lines_end_where_the_other_run_has_its_turn() -> None:
+    times = [1.0, 1.1, 1.2, 3.2, 3.3, 5.0]  # ends of tokens of 0.1 s; the last one took 1.7 s
+    tokens = [TokenSample(at, 1.7 if at == 5.0 else 0.1, 0.0, 0.0, 0.0, 0) for at in times]
+    assert turns_of(tokens) == [slice(0, 3), slice(3, 6)]
+    assert turns_of(tokens[:1]) == [slice(0, 1)]
 
 
 def test_the_record_and_the_picture(result: PressureResult, tmp_path: Path) -> None:

@@ -132,6 +132,39 @@ def test_a_single_thread_gets_the_second_core_back(monkeypatch: pytest.MonkeyPat
     assert (n_threads[29], n_threads[-1]) == (1, 2)
 
 
+@pytest.mark.parametrize(("n_cores", "n_planned", "n_others"), [(16, 16, 10), (16, 12, 10), (8, 8, 5)])
+def test_what_others_got_while_they_were_held_up_is_not_what_they_want(
+    monkeypatch: pytest.MonkeyPatch, n_cores: int, n_planned: int, n_others: int
+) -> None:
+    """Others share the cores with the threads: the more of these there are, the fewer cores others get."""
+    system = System(own=n_planned)
+    monkeypatch.setattr(os, "cpu_count", lambda: n_cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(n_cores)))
+    load = HostLoad(
+        lambda: system.busy_seconds, lambda: 0.0, lambda: system.now, float(n_cores),
+        lambda: system.others + system.own, system.count_own,
+    )  # fmt: skip
+    threads, n_threads = ThreadCount(n_planned), []
+
+    def token(own: int) -> None:
+        share = min(1.0, n_cores / (own + system.others))
+        system.own, system.now = own, system.now + TOKEN_SECONDS
+        system.busy_seconds += share * system.others * TOKEN_SECONDS
+
+    for i in range(300):
+        system.others = n_others if i >= 50 else 0
+        if i == 150:
+            for _ in range(60):  # held
+                token(n_planned)
+            load.restart()
+        token(threads.n)
+        free = load.free_cores(threads.n)
+        if free is not None:
+            threads.update(free)
+        n_threads.append(threads.n)
+    assert n_threads[49] == n_planned and set(n_threads[60:]) == {n_cores - n_others}
+
+
 def test_tasks_of_others_with_cores_of_their_own_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     system = System(others=40)
     load = system.host_load(monkeypatch, n_cores=4)  # the other twelve are for others
