@@ -57,7 +57,7 @@ def draw_pressure(figure: Any, result: PressureResult) -> None:
                 axes.plot(times, smooth[turn], color=RUN_COLOURS[name], linewidth=1.3, label=label)
             highest[name] = max(smooth, default=0.0)
         for change in result.adaptive.trace.changes:
-            axes.axvline(change.at_seconds - _start(result.adaptive), color=EVENT_COLOUR, linestyle="--", linewidth=0.8)
+            axes.axvline(change.at_seconds - starts["adaptive"], color=EVENT_COLOUR, linestyle="--", linewidth=0.8)
         axes.set_ylabel(quantity)
         limit = min(max(highest.values()), _MAX_OF_ADAPTIVE * highest["adaptive"] or math.inf)
         axes.set_ylim(0, 1.2 * limit or 1.0)  # single slow tokens may leave the picture

@@ -29,8 +29,8 @@ MAX_VISITS = 3  # patterns that are measured before one of them stays
 MIN_TRIAL = 32  # tokens after which to try what cannot be measured, in case it is as planned again
 MIN_LOOK = 12  # tokens after which to see whether lanes are out of balance, though nothing deviates
 MAX_BACKOFF = 16  # times as many tokens where trials are in vain
-# Since a change or a trial, before the next trial; since a change, or while a pattern is visited since the last visit
-# that was ended, before a deviation counts: small models' tokens are too short to follow all noise.
+# Since a change or a trial, before the next trial; since a change, before a deviation counts; since a visit was cut
+# short, before another one is: small models' tokens are too short to follow all noise.
 MIN_TRIAL_SECONDS, MIN_CHANGE_SECONDS = 1.0, 0.5
 FREE = (
     0.07  # of the time that copies took where tokens were fastest: a link that nobody else uses may take as much more
@@ -61,7 +61,7 @@ class Controller:
         self.streamed = policy.planned
         self._window: deque[Measured] = deque(maxlen=N_MEASURED)
         self._seconds_since_change = 0.0
-        self._seconds_since_end = math.inf  # of a visit, before it was complete
+        self._seconds_since_cut = math.inf  # of a visit that was cut short
         self._n_since_look, self._seconds_since_look = 0, 0.0  # since a change or a trial
         self._n_to_skip = N_SKIPPED
         self._visits: list[Visit] = []  # since speeds changed last
@@ -89,7 +89,7 @@ class Controller:
         self._n_since_look += 1
         self._seconds_since_look += measured.seconds
         self._seconds_since_change += measured.seconds
-        self._seconds_since_end += measured.seconds
+        self._seconds_since_cut += measured.seconds
         self._n_to_skip -= 1
         if self._n_to_skip >= 0 or not self._policy.movable:
             return None
@@ -98,10 +98,10 @@ class Controller:
             return None
         recent = list(self._window)[-N_FIRST:]
         if self._usual is None:
-            may_end = self._visits and self._seconds_since_end >= MIN_CHANGE_SECONDS
+            may_end = self._visits and self._seconds_since_cut >= MIN_CHANGE_SECONDS
             reason = self._deviation_of_lanes(recent) if may_end else ""
             if reason:
-                self._seconds_since_end = 0.0
+                self._seconds_since_cut = 0.0
                 return self._start(reason, recent, _cautious(recent, recent))
             n_needed = N_MEASURED if self._visits else N_FIRST
             return self._settle(_typical(self._window)) if len(self._window) == n_needed else None

@@ -59,10 +59,13 @@ class HostLoad:
 
     def restart(self) -> None:
         """Forget what was seen: others got fewer cores than they wanted where more own threads took them."""
-        self._samples.clear()
-        self._samples.append((self._clock(), *self._read()))
+        self._restart_samples()
         self._look_at = self._samples[0][0]
         self._lacks.clear()
+
+    def _restart_samples(self) -> None:
+        self._samples.clear()
+        self._samples.append((self._clock(), *self._read()))
 
     def free_cores(self, n_threads: int) -> float | None:
         """Return the cores that other programs and quotas leave; None if nothing new is known.
@@ -71,8 +74,10 @@ class HostLoad:
         little, only where the mean of several samples is, too.
         """
         if self._n_threads not in (None, n_threads):
-            self.restart()
+            self._restart_samples()  # what others want does not change with own threads, what they get does
         self._n_threads = n_threads
+        if n_threads == 1:
+            self._lacks.clear()  # nobody looks any more
         now = self._clock()
         if self._has_all_cores and n_threads > 1 and now >= self._look_at:
             self._look(now, n_threads)

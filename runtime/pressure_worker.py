@@ -30,7 +30,7 @@ LOADS = (QUIET, CPU_LOAD, QUIET, LINK_LOAD, QUIET)
 _START_SECONDS = 900  # for everything before the first phase
 _N_PROMPT, _N_CYCLE = 512, 256  # tokens: every turn goes on behind a prompt, and is cut back to it
 _N_CHANGE_OVER = 5  # tokens before a turn in which the ring is filled and graphs are captured again
-_N_TURN = 15  # tokens of a turn at least: fewer are too few for the controller to try a pattern
+_N_TURN = 15  # tokens of a turn at least, as fast as in the warm-up: the controller needs them to try a pattern
 _DIGITS = 6  # of times: microseconds
 
 Sample = TypeVar("Sample")
@@ -65,6 +65,7 @@ class Turn:
     first_token: int
     likeliest: tuple[int, ...]
     gaps: tuple[float, ...]
+    end_token: int
 
 
 def total_seconds(task: Task) -> float:
@@ -99,7 +100,7 @@ def run_task(task: Task) -> Answer:
             processes.wait_ready()
         decoder = _Decoder(engine)
         n_tokens = len(decoder.decode(task.warmup_seconds)[0])
-        turn_seconds = max(task.turn_seconds, _N_TURN * task.warmup_seconds / n_tokens)
+        turn_seconds = turn_seconds_of(task, n_tokens)
         turns = []
         for phase, (before, name) in enumerate(pairwise((QUIET, *LOADS))):
             seconds = _phase_seconds(task, name)
@@ -114,7 +115,7 @@ def run_task(task: Task) -> Answer:
                             loads[name].go()
                     first_token = engine.load.n_tokens
                     likeliest, gaps = decoder.decode(seconds / n_turns)
-                    turns.append(Turn(phase, is_adaptive, first_token, likeliest, gaps))
+                    turns.append(Turn(phase, is_adaptive, first_token, likeliest, gaps, engine.load.n_tokens))
         trace = _rounded_trace(engine.load.trace(task.hardware, card.samples))
     adaptive, static = (pressure_run(trace, turns, is_adaptive) for is_adaptive in (True, False))
     return Answer(adaptive, static, agreement_of(turns), task.load_seconds / _n_turns(task.load_seconds, turn_seconds))
@@ -129,8 +130,8 @@ def pressure_run(trace: Trace, turns: Sequence[Turn], is_adaptive: bool) -> Pres
         first_token = len(tokens)
         for turn in of_phase:
             if turn.is_adaptive == is_adaptive:
-                tokens += trace.tokens[turn.first_token : turn.first_token + len(turn.likeliest)]
-        first, last = trace.tokens[of_phase[0].first_token], trace.tokens[_end(of_phase[-1]) - 1]
+                tokens += trace.tokens[turn.first_token : turn.end_token]
+        first, last = trace.tokens[of_phase[0].first_token], trace.tokens[of_phase[-1].end_token - 1]
         start_seconds = round(max(0.0, first.at_seconds - first.seconds), _DIGITS)
         phases.append(Phase(name, start_seconds, last.at_seconds, first_token, len(tokens) - first_token))
     changes = trace.changes if is_adaptive else ()
@@ -195,12 +196,13 @@ class _Decoder:
             self._engine.evaluate(prompt[n_kept:])
 
 
+def turn_seconds_of(task: Task, n_warmup_tokens: int) -> float:
+    """Return how long a turn is at least."""
+    return max(task.turn_seconds, _N_TURN * task.warmup_seconds / n_warmup_tokens)
+
+
 def _n_turns(seconds: float, turn_seconds: float) -> int:
     return max(1, int(seconds / turn_seconds + 1e-9))
-
-
-def _end(turn: Turn) -> int:
-    return turn.first_token + len(turn.likeliest)
 
 
 def _phase_seconds(task: Task, load: str) -> float:

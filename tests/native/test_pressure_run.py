@@ -25,7 +25,7 @@ from runtime.adapt import Controller, Decision
 from runtime.adapt_policy import Measured
 from runtime.load_aware import LoadAware
 from runtime.load_processes import Load
-from runtime.pressure_worker import Task, Turn, agreement_of, run_task
+from runtime.pressure_worker import Task, Turn, agreement_of, run_task, turn_seconds_of
 from tests.native.engine_plans import HARDWARE, plan_for, random_placements, weights_of
 from tests.native.test_run_command import invoke
 
@@ -188,14 +188,16 @@ def test_both_runs_go_on_through_all_phases(plan_path: Path, monkeypatch: pytest
     assert [prompt.n_tokens for prompt in answer.adaptive.trace.prompts] == [32]  # the context was cut back only
 
 
-def test_turns_are_long_enough_to_try_a_pattern(plan_path: Path) -> None:
-    """For slow models, in tokens; a phase has one turn of each run at least."""
+def test_turns_are_long_enough_to_try_a_pattern() -> None:
+    """A phase has one turn of each run at least."""
+    task = Task("", "", HARDWARE, 5.0, 10.0, 20.0, 2.0, 1)
+    assert [turn_seconds_of(task, n) for n in (500, 25)] == [2.0, 3.0]  # of tokens of 0.01 and 0.2 s
     assert [pressure_worker._n_turns(20.0, seconds) for seconds in (2.0, 3.0, 6.0, 30.0)] == [10, 6, 3, 1]
 
 
 def test_agreement() -> None:
     def turn(likeliest: tuple[int, ...], gaps: tuple[float, ...]) -> Turn:
-        return Turn(0, True, 0, likeliest, gaps)
+        return Turn(0, True, 0, likeliest, gaps, len(likeliest))
 
     one, other = turn((1, 2, 3, 4), (9.0, 0.1, 0.2, 9.0)), turn((1, 5, 6), (9.0, 0.3, 0.1))
     assert agreement_of([one, other]) == Agreement(3, 2, 0.3)
