@@ -38,16 +38,16 @@ def draw_pressure(figure: Any, result: PressureResult) -> None:
         ("ms of CPU\nper token", lambda token: token.cpu_seconds * 1e3),
         ("MiB streamed\nper token", lambda token: token.streamed_bytes / MIB),
     )
-    runs = {
-        name: [token for token in run.trace.tokens if token.at_seconds > _start(run)]  # without an old file's warm-up
-        for name, run in (("static", result.static), ("adaptive", result.adaptive))
+    runs = {"static": result.static, "adaptive": result.adaptive}
+    starts = {name: _start(run) for name, run in runs.items()}
+    tokens_of = {  # without an old file's warm-up
+        name: [token for token in run.trace.tokens if token.at_seconds > starts[name]] for name, run in runs.items()
     }
-    turns = {name: turns_of(tokens) for name, tokens in runs.items()}
-    starts = {"static": _start(result.static), "adaptive": _start(result.adaptive)}
+    turns = {name: turns_of(tokens) for name, tokens in tokens_of.items()}
     for axes, (quantity, value) in zip(panels, values, strict=True):
         _shade(axes, result.adaptive)
         highest = dict.fromkeys(runs, 0.0)
-        for name, tokens in runs.items():
+        for name, tokens in tokens_of.items():
             raw = [value(token) for token in tokens]
             smooth = running_medians(raw)
             for number, turn in enumerate(turns[name]):
@@ -68,7 +68,7 @@ def draw_pressure(figure: Any, result: PressureResult) -> None:
             )  # fmt: skip
     panels[0].legend(loc="upper left", ncols=4, fontsize="small", frameon=False)
     if result.adaptive.phases:
-        panels[-1].set_xlim(0, result.adaptive.phases[-1].end_seconds - _start(result.adaptive))
+        panels[-1].set_xlim(0, result.adaptive.phases[-1].end_seconds - starts["adaptive"])
     panels[-1].set_xlabel("seconds; dashed: a change of the adaptive run")
 
 

@@ -98,8 +98,8 @@ class Controller:
             return None
         recent = list(self._window)[-N_FIRST:]
         if self._usual is None:
-            may_end = self._visits and self._seconds_since_cut >= MIN_CHANGE_SECONDS
-            reason = self._deviation_of_lanes(recent) if may_end else ""
+            may_cut = bool(self._visits) and self._seconds_since_cut >= MIN_CHANGE_SECONDS
+            reason = self._deviation_of_lanes(recent) if may_cut else ""
             if reason:
                 self._seconds_since_cut = 0.0
                 return self._start(reason, recent, _cautious(recent, recent))

@@ -63,9 +63,9 @@ class Turn:
     phase: int
     is_adaptive: bool
     first_token: int
+    end_token: int
     likeliest: tuple[int, ...]
     gaps: tuple[float, ...]
-    end_token: int
 
 
 def total_seconds(task: Task) -> float:
@@ -115,7 +115,7 @@ def run_task(task: Task) -> Answer:
                             loads[name].go()
                     first_token = engine.load.n_tokens
                     likeliest, gaps = decoder.decode(seconds / n_turns)
-                    turns.append(Turn(phase, is_adaptive, first_token, likeliest, gaps, engine.load.n_tokens))
+                    turns.append(Turn(phase, is_adaptive, first_token, engine.load.n_tokens, likeliest, gaps))
         trace = _rounded_trace(engine.load.trace(task.hardware, card.samples))
     adaptive, static = (pressure_run(trace, turns, is_adaptive) for is_adaptive in (True, False))
     return Answer(adaptive, static, agreement_of(turns), task.load_seconds / _n_turns(task.load_seconds, turn_seconds))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from planner.gguf_model import read_model_info
 from planner.hardware import Cpu, Gpu, Hardware, Software
 from planner.measurements import WeightUse
-from planner.plan import ExpertPolicy, Placement, Plan, Prediction, SolverReport, VramBudget, WeightClass
+from planner.plan import ExpertPolicy, Placement, Plan, Prediction, SolverReport, VramBudget, WeightClass, WeightCosts
 from planner.workload import Workload
 from runtime.inspect_model import _inspect
 
@@ -69,6 +70,16 @@ def random_placements(weights: Sequence[WeightUse], seed: int) -> list[Placement
             decode, prefill = generator.choice(("stream", "cpu")), generator.choice(("stream", "cpu"))
         placements.append(Placement(weight.name, weight.size_bytes, decode, prefill))
     return placements
+
+
+def movable(placements: Sequence[Placement], weights: Sequence[WeightUse]) -> list[Placement]:
+    """Return the placements with costs for the matrices on the host: so a run may move them between link and CPU."""
+    return [
+        replace(placement, costs=WeightCosts(1e-4, 1e-5, 5e-5, 1e-5, placement.size_bytes))
+        if weight.op == "MUL_MAT" and not placement.is_resident
+        else placement
+        for placement, weight in zip(placements, weights, strict=True)
+    ]
 
 
 def uniform_placements(weights: Sequence[WeightUse], decode: WeightClass, prefill: WeightClass) -> list[Placement]:

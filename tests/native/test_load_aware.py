@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from planner.errors import DeviceError
-from planner.plan import Plan, WeightCosts
+from planner.plan import Plan
 from runtime.adapt import Controller, Decision
 from runtime.adapt_policy import Measured
 from runtime.bindings import Helper
@@ -20,12 +20,11 @@ from runtime.host_load import HostLoad
 from runtime.library import Library, load
 from runtime.load_aware import LOW_VRAM_BYTES, LoadAware
 from runtime.session import LoadSettings
-from tests.native.engine_plans import HARDWARE, plan_for, random_placements, weights_of
+from tests.native.engine_plans import HARDWARE, movable, plan_for, random_placements, weights_of
 
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, 250, size=60)]
 N_PROMPT = 20
 RING_BYTES = 8 << 20
-COSTS = WeightCosts(1e-4, 1e-5, 5e-5, 1e-5, 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +35,7 @@ def library(native_helper: Path) -> Library:
 @pytest.fixture(scope="module")
 def plan(library: Library, smollm2: Path) -> Plan:
     weights = weights_of(smollm2)
-    placements = [
-        replace(p, costs=replace(COSTS, ring_bytes=p.size_bytes)) if weight.op == "MUL_MAT" and p.decode != "gpu" else p
-        for p, weight in zip(random_placements(weights, 1), weights, strict=True)
-    ]
-    return plan_for(smollm2, placements, ring_bytes=RING_BYTES)
+    return plan_for(smollm2, movable(random_placements(weights, 1), weights), ring_bytes=RING_BYTES)
 
 
 def logits(engine: Engine) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from planner.errors import DeviceError, UsageError
-from planner.plan import Plan, WeightCosts
+from planner.plan import Plan
 from planner.pressure import CPU_LOAD, LINK_LOAD, QUIET, Agreement, PressureResult
 from planner.records import read_record, write_record
 from profiler.synthetic_model import write_synthetic_model
@@ -26,7 +25,7 @@ from runtime.adapt_policy import Measured
 from runtime.load_aware import LoadAware
 from runtime.load_processes import Load
 from runtime.pressure_worker import Task, Turn, agreement_of, run_task, turn_seconds_of
-from tests.native.engine_plans import HARDWARE, plan_for, random_placements, weights_of
+from tests.native.engine_plans import HARDWARE, movable, plan_for, random_placements, weights_of
 from tests.native.test_run_command import invoke
 
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
@@ -38,12 +37,7 @@ def plan_path(native_helper: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("pressure")
     (model,) = write_synthetic_model(folder / "model.gguf", "llama-tiny")
     weights = weights_of(model, 64)
-    placements = [
-        replace(item, costs=WeightCosts(1e-4, 1e-5, 5e-5, 1e-5, item.size_bytes))
-        if weight.op == "MUL_MAT" and not item.is_resident
-        else item
-        for item, weight in zip(random_placements(weights, 1), weights, strict=True)
-    ]
+    placements = movable(random_placements(weights, 1), weights)
     write_record(folder / "plan.json", plan_for(model, placements, n_context=64, n_ubatch=32))
     return folder / "plan.json"
 
@@ -197,7 +191,7 @@ def test_turns_are_long_enough_to_try_a_pattern() -> None:
 
 def test_agreement() -> None:
     def turn(likeliest: tuple[int, ...], gaps: tuple[float, ...]) -> Turn:
-        return Turn(0, True, 0, likeliest, gaps, len(likeliest))
+        return Turn(0, True, 0, len(likeliest), likeliest, gaps)
 
     one, other = turn((1, 2, 3, 4), (9.0, 0.1, 0.2, 9.0)), turn((1, 5, 6), (9.0, 0.3, 0.1))
     assert agreement_of([one, other]) == Agreement(3, 2, 0.3)

@@ -45,19 +45,21 @@ def test_no_more_cores_are_free_than_the_quota() -> None:
 
 @dataclass
 class System:
-    """16 cores, all this process's; every token takes `TOKEN_SECONDS`. Counts how often own threads are counted."""
+    """Cores, all this process's; every token takes `TOKEN_SECONDS`. Counts how often own threads are counted."""
 
     others: int = 0  # tasks that run or wait for a core
     own: int = 1
     now: float = 0.0
     busy_seconds: float = 0.0
     n_counted: int = 0
+    n_cores: int = N_CORES
 
-    def host_load(self, monkeypatch: pytest.MonkeyPatch, n_cores: int = N_CORES) -> HostLoad:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(n_cores)))
-        monkeypatch.setattr(os, "cpu_count", lambda: N_CORES)
+    def host_load(self, monkeypatch: pytest.MonkeyPatch, n_usable: int | None = None) -> HostLoad:
+        n_usable = n_usable or self.n_cores
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(n_usable)))
+        monkeypatch.setattr(os, "cpu_count", lambda: self.n_cores)
         return HostLoad(
-            lambda: self.busy_seconds, lambda: 0.0, lambda: self.now, float(n_cores),
+            lambda: self.busy_seconds, lambda: 0.0, lambda: self.now, float(n_usable),
             lambda: self.others + self.own, self.count_own,
         )  # fmt: skip
 
@@ -68,7 +70,7 @@ class System:
     def token(self, n_threads: int) -> None:
         """Others get the cores that are left."""
         self.now += TOKEN_SECONDS
-        self.busy_seconds += min(self.others, N_CORES - n_threads) * TOKEN_SECONDS
+        self.busy_seconds += min(self.others, self.n_cores - n_threads) * TOKEN_SECONDS
 
 
 def test_sees_what_others_want_when_all_cores_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,19 +114,12 @@ def test_one_core_that_is_wanting_is_told_later(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_single_thread_gets_the_second_core_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = System()
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    load = HostLoad(
-        lambda: system.busy_seconds, lambda: 0.0, lambda: system.now, 2.0, lambda: system.others + system.own,
-        system.count_own,
-    )  # fmt: skip
-    threads = ThreadCount(2)
+    system = System(n_cores=2)
+    load, threads = system.host_load(monkeypatch), ThreadCount(2)
     n_threads = []
     for system.others in [1] * 30 + [0] * 30:
-        system.now += TOKEN_SECONDS
         system.own = threads.n
-        system.busy_seconds += min(system.others, 2 - threads.n) * TOKEN_SECONDS
+        system.token(threads.n)
         free = load.free_cores(threads.n)
         if free is not None:
             threads.update(free)
@@ -138,14 +133,8 @@ def test_what_others_got_while_they_were_held_up_is_not_what_they_want(
     monkeypatch: pytest.MonkeyPatch, n_cores: int, n_planned: int, n_others: int, token_seconds: float
 ) -> None:
     """Others share the cores with the threads: the more of these there are, the fewer cores others get."""
-    system = System(own=n_planned)
-    monkeypatch.setattr(os, "cpu_count", lambda: n_cores)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(n_cores)))
-    load = HostLoad(
-        lambda: system.busy_seconds, lambda: 0.0, lambda: system.now, float(n_cores),
-        lambda: system.others + system.own, system.count_own,
-    )  # fmt: skip
-    threads, n_threads = ThreadCount(n_planned), []
+    system = System(own=n_planned, n_cores=n_cores)
+    load, threads, n_threads = system.host_load(monkeypatch), ThreadCount(n_planned), []
 
     def token(own: int) -> None:
         share = min(1.0, n_cores / (own + system.others))
@@ -168,7 +157,7 @@ def test_what_others_got_while_they_were_held_up_is_not_what_they_want(
 
 def test_tasks_of_others_with_cores_of_their_own_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     system = System(others=40)
-    load = system.host_load(monkeypatch, n_cores=4)  # the other twelve are for others
+    load = system.host_load(monkeypatch, n_usable=4)  # the other twelve are for others
     for _ in range(20):
         system.now += TOKEN_SECONDS
         assert load.free_cores(4) in (None, 4.0)
