@@ -84,6 +84,7 @@ def test_static_runs_stay_as_planned(library: Library, smollm2: Path, plan: Plan
     planned = sum(p.size_bytes for p in plan.placements if p.decode == "stream")
     assert {token.streamed_bytes for token in trace.tokens[1:]} == {planned}  # the first one fills the ring as well
     assert all(0 < max(token.cpu_seconds, token.link_seconds) <= token.seconds for token in trace.tokens)
+    assert all(token.cpu_seconds + token.wait_seconds <= token.seconds for token in trace.tokens)  # of one thread
 
 
 def test_a_run_that_is_held_is_as_planned_and_goes_on_where_it_was(
