@@ -1,6 +1,6 @@
 """Decide where every weight of a model lives and where it is computed, from measurements alone."""
 
-__version__ = "0.4.5"  # of atsplan as a whole; here because every layer may import it
+__version__ = "0.4.6"  # of atsplan as a whole; here because every layer may import it
 
 from .hardware import Hardware, Software
 from .measurements import Profile

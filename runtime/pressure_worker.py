@@ -28,7 +28,7 @@ from .load_processes import Load
 
 LOADS = (QUIET, CPU_LOAD, QUIET, LINK_LOAD, QUIET)
 _START_SECONDS = 900  # for everything before the first phase
-_N_PROMPT, _N_CYCLE = 512, 256  # tokens: every turn goes on behind a prompt, and is cut back to it
+_N_PROMPT, _N_BEHIND = 512, 256  # tokens: a turn goes on behind a prompt, and is cut back to it before it gets longer
 _N_CHANGE_OVER = 5  # tokens before a turn in which the ring is filled and graphs are captured again
 _N_TURN = 15  # tokens of a turn at least, as fast as in the warm-up: the controller needs them to try a pattern
 _DIGITS = 6  # of times: microseconds
@@ -101,13 +101,13 @@ def run_task(task: Task) -> Answer:
         decoder = _Decoder(engine)
         n_tokens = len(decoder.decode(task.warmup_seconds)[0])
         turn_seconds = turn_seconds_of(task, n_tokens)
-        turns = []
+        turns: list[Turn] = []
         for phase, (before, name) in enumerate(pairwise((QUIET, *LOADS))):
             seconds = _phase_seconds(task, name)
             n_turns = _n_turns(seconds, turn_seconds)
             for index in range(n_turns):
                 for is_adaptive in (True, False):
-                    decoder.change_over(is_adaptive)
+                    decoder.change_over(is_adaptive, seed=len(turns) // 2)
                     if index == 0 and is_adaptive:  # its tokens count from the moment when the load changes
                         if before in loads:
                             loads[before].stop()
@@ -149,22 +149,23 @@ def agreement_of(turns: Sequence[Turn]) -> Agreement:
 
 
 class _Decoder:
-    """Decodes random tokens, the same in every turn, at about the same depth of the context."""
+    """Decodes random tokens at about the same depth of the context."""
 
     def __init__(self, engine: PlanEngine) -> None:
-        generator = random.Random(0)
-        self._engine = engine
-        self._n_prompt = min(_N_PROMPT, engine.n_context // 2)
-        n_longest = min(engine.n_context, self._n_prompt + _N_CYCLE)
-        self._tokens = [generator.randrange(engine.n_vocab) for _ in range(n_longest)]
-        engine.evaluate(self._tokens[: self._n_prompt])
+        self._engine, self._generator = engine, random.Random()
+        n_prompt = min(_N_PROMPT, engine.n_context // 2)
+        self._n_longest = min(engine.n_context, n_prompt + _N_BEHIND)
+        self._generator.seed("prompt")
+        self._prompt = [self._random_token() for _ in range(n_prompt)]
+        engine.evaluate(self._prompt)
 
-    def change_over(self, is_adaptive: bool) -> None:
-        """Begin a turn."""
+    def change_over(self, is_adaptive: bool, *, seed: int) -> None:
+        """Begin a turn. Of the same seed, turns decode the same tokens."""
         if is_adaptive:
             self._engine.load.follow()
         else:
             self._engine.load.hold()
+        self._generator.seed(seed)
         self._cut_back()
         for _ in range(_N_CHANGE_OVER):
             self._next()
@@ -179,9 +180,9 @@ class _Decoder:
         return likeliest, gaps
 
     def _next(self) -> tuple[int, float]:
-        if self._engine.n_tokens == len(self._tokens):
+        if self._engine.n_tokens == self._n_longest:
             self._cut_back()
-        self._engine.evaluate([self._tokens[self._engine.n_tokens]])
+        self._engine.evaluate([self._random_token()])
         logits = self._engine.logits()
         likeliest = int(np.argmax(logits))
         highest = float(logits[likeliest])
@@ -190,10 +191,12 @@ class _Decoder:
 
     def _cut_back(self) -> None:
         """Leave only the prompt in the context."""
-        prompt = self._tokens[: self._n_prompt]
-        n_kept = self._engine.keep_prefix([*prompt, 0])
-        if n_kept < self._n_prompt:  # recurrent states cannot be cut
-            self._engine.evaluate(prompt[n_kept:])
+        n_kept = self._engine.keep_prefix([*self._prompt, 0])
+        if n_kept < len(self._prompt):  # recurrent states cannot be cut
+            self._engine.evaluate(self._prompt[n_kept:])
+
+    def _random_token(self) -> int:
+        return self._generator.randrange(self._engine.n_vocab)
 
 
 def turn_seconds_of(task: Task, n_warmup_tokens: int) -> float:

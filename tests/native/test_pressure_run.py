@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from planner.errors import DeviceError, UsageError
 from planner.plan import Plan
@@ -120,7 +123,7 @@ def test_loads_end_with_whoever_started_them() -> None:
 def test_both_runs_go_on_through_all_phases(plan_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The adaptive one decides to stream nothing; the static one stays as planned."""
     monkeypatch.setattr(pressure_worker, "_N_PROMPT", 33)  # the last token alone
-    monkeypatch.setattr(pressure_worker, "_N_CYCLE", 8)
+    monkeypatch.setattr(pressure_worker, "_N_BEHIND", 8)
     monkeypatch.setattr(pressure_worker, "_N_TURN", 1)
     events: list[tuple[float, str]] = []
     for name in ("go", "stop"):
@@ -187,6 +190,51 @@ def test_turns_are_long_enough_to_try_a_pattern() -> None:
     task = Task("", "", HARDWARE, 5.0, 10.0, 20.0, 2.0, 1)
     assert [turn_seconds_of(task, n) for n in (500, 25)] == [2.0, 3.0]  # of tokens of 0.01 and 0.2 s
     assert [pressure_worker._n_turns(20.0, seconds) for seconds in (2.0, 3.0, 6.0, 30.0)] == [10, 6, 3, 1]
+
+
+class RecordingEngine:
+    """Keeps the context before and with every token."""
+
+    n_context, n_vocab = 2048, 100_000
+
+    def __init__(self) -> None:
+        self.context: list[int] = []
+        self.decoded: list[tuple[int, ...]] = []
+        self.load = SimpleNamespace(follow=lambda: None, hold=lambda: None)
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.context)
+
+    def evaluate(self, tokens: Sequence[int]) -> None:
+        self.context += tokens
+        if len(tokens) == 1:
+            self.decoded.append(tuple(self.context))
+
+    def keep_prefix(self, tokens: Sequence[int]) -> int:
+        del self.context[len(tokens) - 1 :]
+        return len(self.context)
+
+    def logits(self) -> NDArray[np.float32]:
+        return np.zeros(4, np.float32)
+
+
+def test_the_turns_of_a_pair_decode_the_same_tokens_and_no_others_do() -> None:
+    """So that a measurement compares as many tokens as it counts."""
+    engine = RecordingEngine()
+    decoder = pressure_worker._Decoder(engine)  # type: ignore[arg-type]
+    decoder.decode(0.01)
+    turns = []
+    for seed in (0, 0, 1, 1):
+        engine.decoded.clear()
+        decoder.change_over(seed == 0, seed=seed)
+        for _ in range(300):  # the context is cut back meanwhile
+            decoder._next()
+        turns.append(list(engine.decoded))
+    assert turns[0] == turns[1] and turns[2] == turns[3]
+    assert not set(turns[0]) & set(turns[2])
+    assert len(set(turns[0])) == len(turns[0])
+    assert {len(context) for context in turns[0]} == set(range(513, 769))
 
 
 def test_agreement() -> None:
