@@ -52,7 +52,7 @@ class PressureRun:
 class Agreement:
     """Whether both runs computed the same: the likeliest next token after the same tokens, turn by turn."""
 
-    n_compared: int
+    n_compared: int  # before 0.4.6, of the same few tokens in every turn
     n_different: int
     largest_gap: float  # between the two likeliest logits, where the likeliest token differs
 
@@ -70,7 +70,11 @@ class PressureResult:
 
 @dataclass(frozen=True)
 class PhaseFigures:
-    """One phase of one run. A rise is a fraction of the first quiet phase's time."""
+    """One phase of one run.
+
+    The rise of a phase of load is a fraction of what a token takes in the quiet ones just before and after it, that of
+    a quiet phase of what it takes in the first one: a machine's own speed changes from minute to minute.
+    """
 
     settled_seconds: float  # mean of a token, without the first ones: stalls are rare and long, and a median hides them
     rise: float
@@ -79,13 +83,23 @@ class PhaseFigures:
 
 def phase_figures(run: PressureRun) -> list[PhaseFigures | None]:
     """Return the figures of each phase; None for one without tokens."""
-    seconds = [_seconds(run, phase) for phase in run.phases]
-    settled = [fmean(_without_first(part)) if part else 0.0 for part in seconds]
-    quiet = next((s for phase, s in zip(run.phases, settled, strict=True) if phase.load == QUIET), 0.0)
-    return [
-        PhaseFigures(mean, mean / quiet - 1 if quiet else 0.0, n_until_settled(part)) if part else None
-        for part, mean in zip(seconds, settled, strict=True)
-    ]
+    parts = [_seconds(run, phase) for phase in run.phases]
+    means = [fmean(_without_first(part)) if part else None for part in parts]
+    quiet = {
+        index: mean
+        for index, (phase, mean) in enumerate(zip(run.phases, means, strict=True))
+        if phase.load == QUIET and mean is not None
+    }
+    found: list[PhaseFigures | None] = []
+    for index, (phase, part, mean) in enumerate(zip(run.phases, parts, means, strict=True)):
+        if mean is None:
+            found.append(None)
+            continue
+        usual = (
+            [*quiet.values()][:1] if phase.load == QUIET else [quiet[i] for i in (index - 1, index + 1) if i in quiet]
+        )
+        found.append(PhaseFigures(mean, mean / fmean(usual) - 1 if usual else 0.0, n_until_settled(part)))
+    return found
 
 
 def quiet_seconds(run: PressureRun) -> float | None:
@@ -129,8 +143,9 @@ def pressure_view(result: PressureResult) -> RenderableType:
         table.add_row(phase.load, *_cells(one), *_cells(other)[:2], "" if cut is None else f"{cut:.0%}")
     title = Text(title_of(result.adaptive.trace).removesuffix(", adaptive"), style="bold")
     title.append(
-        f"\nmean of a token without a phase's first {_N_SKIPPED}; its rise over the first phase; after how many tokens "
-        "a median of five comes within 5 %; cut: the part of static's rise that adapting avoids; "
+        f"\nmean of a token without a phase's first {_N_SKIPPED}; its rise over the quiet phases beside it, of "
+        "quiet ones over the first; after how many tokens a median of five comes within 5 %; cut: the part of static's "
+        "rise that adapting avoids; "
         f"load processes on the CPU: {result.n_load_processes}; "
         + (f"turns of {result.turn_seconds:.3g} s" if result.turn_seconds else "one run after the other"),
         "not bold dim",

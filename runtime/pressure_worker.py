@@ -28,7 +28,7 @@ from .load_processes import Load
 
 LOADS = (QUIET, CPU_LOAD, QUIET, LINK_LOAD, QUIET)
 _START_SECONDS = 900  # for everything before the first phase
-_N_PROMPT, _N_BEHIND = 512, 256  # tokens: a turn goes on behind a prompt, and is cut back to it before it gets longer
+_N_PROMPT, _N_BEHIND = 512, 256  # tokens of the prompt, and behind it before the context is cut back to it
 _N_CHANGE_OVER = 5  # tokens before a turn in which the ring is filled and graphs are captured again
 _N_TURN = 15  # tokens of a turn at least, as fast as in the warm-up: the controller needs them to try a pattern
 _DIGITS = 6  # of times: microseconds
@@ -152,10 +152,9 @@ class _Decoder:
     """Decodes random tokens at about the same depth of the context."""
 
     def __init__(self, engine: PlanEngine) -> None:
-        self._engine, self._generator = engine, random.Random()
+        self._engine, self._generator = engine, random.Random("prompt")
         n_prompt = min(_N_PROMPT, engine.n_context // 2)
         self._n_longest = min(engine.n_context, n_prompt + _N_BEHIND)
-        self._generator.seed("prompt")
         self._prompt = [self._random_token() for _ in range(n_prompt)]
         engine.evaluate(self._prompt)
 

@@ -149,6 +149,14 @@ def test_both_runs_go_on_through_all_phases(plan_path: Path, monkeypatch: pytest
 
     started = 0.0
     monkeypatch.setattr(LoadAware, "__init__", noted_build)
+    seeds: list[int] = []
+    change_over = pressure_worker._Decoder.change_over
+
+    def noted_change_over(self: Any, is_adaptive: bool, *, seed: int) -> None:
+        seeds.append(seed)
+        change_over(self, is_adaptive, seed=seed)
+
+    monkeypatch.setattr(pressure_worker._Decoder, "change_over", noted_change_over)
     task = Task(str(plan_path.with_name("model.gguf")), str(plan_path), HARDWARE, 0.2, 0.4, 0.6, 0.2, 1)
     answer = run_task(task)
     for run, is_adaptive in ((answer.adaptive, True), (answer.static, False)):
@@ -168,6 +176,7 @@ def test_both_runs_go_on_through_all_phases(plan_path: Path, monkeypatch: pytest
     order = [who for _, who in sorted([(at, 0) for at in adaptive] + [(at, 1) for at in static])]
     n_turns = 1 + sum(one != two for one, two in pairwise(order))
     assert n_turns == 2 * (2 + 3 + 2 + 3 + 2)
+    assert seeds == [index // 2 for index in range(n_turns)]  # no two pairs decode the same tokens
     assert answer.turn_seconds == pytest.approx(0.2)
 
     assert [name for _, name in events] == ["go", "stop", "go", "stop"]
@@ -193,14 +202,15 @@ def test_turns_are_long_enough_to_try_a_pattern() -> None:
 
 
 class RecordingEngine:
-    """Keeps the context before and with every token."""
+    """Keeps the context before and with every token. A recurrent one cannot cut it."""
 
     n_context, n_vocab = 2048, 100_000
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_recurrent: bool = False) -> None:
         self.context: list[int] = []
         self.decoded: list[tuple[int, ...]] = []
         self.load = SimpleNamespace(follow=lambda: None, hold=lambda: None)
+        self._is_recurrent = is_recurrent
 
     @property
     def n_tokens(self) -> int:
@@ -212,25 +222,30 @@ class RecordingEngine:
             self.decoded.append(tuple(self.context))
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
-        del self.context[len(tokens) - 1 :]
+        del self.context[0 if self._is_recurrent else len(tokens) - 1 :]
         return len(self.context)
 
     def logits(self) -> NDArray[np.float32]:
-        return np.zeros(4, np.float32)
+        return np.array([0, 3, 1, 2], np.float32)
 
 
-def test_the_turns_of_a_pair_decode_the_same_tokens_and_no_others_do() -> None:
-    """So that a measurement compares as many tokens as it counts."""
-    engine = RecordingEngine()
-    decoder = pressure_worker._Decoder(engine)  # type: ignore[arg-type]
-    decoder.decode(0.01)
-    turns = []
-    for seed in (0, 0, 1, 1):
-        engine.decoded.clear()
-        decoder.change_over(seed == 0, seed=seed)
-        for _ in range(300):  # the context is cut back meanwhile
-            decoder._next()
-        turns.append(list(engine.decoded))
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_the_turns_of_a_pair_decode_the_same_tokens_and_no_others_do(is_recurrent: bool) -> None:
+    """So that a measurement compares as many tokens as it counts, and another one the same."""
+    measurements = []
+    for _ in range(2):
+        engine = RecordingEngine(is_recurrent=is_recurrent)
+        decoder = pressure_worker._Decoder(engine)  # type: ignore[arg-type]
+        decoder.decode(0.01)
+        turns = []
+        for index in range(4):
+            engine.decoded.clear()
+            decoder.change_over(index % 2 == 0, seed=index // 2)
+            assert len(engine.decoded) == 5
+            assert [decoder._next() for _ in range(300)] == 300 * [(1, 1.0)]  # the context is cut back meanwhile
+            turns.append(list(engine.decoded))
+        measurements.append(turns)
+    assert measurements[0] == measurements[1]
     assert turns[0] == turns[1] and turns[2] == turns[3]
     assert not set(turns[0]) & set(turns[2])
     assert len(set(turns[0])) == len(turns[0])

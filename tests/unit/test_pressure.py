@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,11 +70,11 @@ def test_figures_of_phases(result: PressureResult) -> None:
     adaptive = phase_figures(result.adaptive)
     settled = [0.1, (2 * 0.2 + 30 * 0.13) / 32, 0.1, 0.14, 0.102]  # without the first ten tokens
     assert [f and f.settled_seconds for f in adaptive] == pytest.approx(settled)
-    assert [f and round(f.rise, 3) for f in adaptive] == [0.0, 0.344, 0.0, 0.4, 0.02]
+    assert [f and round(f.rise, 3) for f in adaptive] == [0.0, 0.344, 0.0, 0.386, 0.02]
     assert [f and f.n_until_settled for f in adaptive] == [0, 12, 0, 3, 0]
     static = phase_figures(result.static)
     cuts = [cut_of_rise(one, other) for one, other in zip(adaptive, static, strict=True)]
-    assert cuts == [None, pytest.approx(0.65625), None, pytest.approx(0.5), None]
+    assert cuts == [None, pytest.approx(0.65625), None, pytest.approx(1 - (0.14 / 0.101 - 1) / 0.8), None]
 
 
 def test_quiet_phases_count_by_their_tokens(result: PressureResult) -> None:
@@ -100,7 +102,7 @@ def test_the_table(result: PressureResult) -> None:
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert cells == [
         [CPU_LOAD, "134.4 ms", "+34%", "12", "200.0 ms", "+100%", "66%"],
-        [LINK_LOAD, "140.0 ms", "+40%", "3", "180.0 ms", "+80%", "50%"],
+        [LINK_LOAD, "140.0 ms", "+39%", "3", "180.0 ms", "+80%", "52%"],
     ]
     lines = remarks(result)
     assert lines[0] == "all quiet phases: +0.7% time per token, adaptive against static"
@@ -113,6 +115,25 @@ def test_lines_end_where_the_other_run_has_its_turn() -> None:
     tokens = [TokenSample(at, 1.7 if at == 5.0 else 0.1, 0.0, 0.0, 0.0, 0) for at in times]
     assert turns_of(tokens) == [slice(0, 3), slice(3, 6)]
     assert turns_of(tokens[:1]) == [slice(0, 1)]
+
+
+def test_a_run_without_quiet_phases_has_no_rise(result: PressureResult) -> None:
+    first, load, *_ = result.static.phases
+    rises = [figures and figures.rise for figures in phase_figures(replace(result.static, phases=(load,)))]
+    assert rises == [0.0]
+    rises = [figures and figures.rise for figures in phase_figures(replace(result.static, phases=(first, load)))]
+    assert rises == pytest.approx([0.0, 1.0])
+
+
+def test_a_result_of_a_version_without_turns(result: PressureResult) -> None:
+    """Both runs came one after the other."""
+    old = json.loads(to_json(replace(result, turn_seconds=2.0)))
+    assert old.pop("turn_seconds") == 2.0
+    read = from_json(json.dumps(old).encode(), PressureResult, "result")
+    assert read == replace(result, turn_seconds=0.0)
+    with Console(width=80, record=True, file=io.StringIO()) as console:
+        console.print(pressure_view(read))
+    assert "one run after the other" in " ".join(console.export_text().split())
 
 
 def test_the_record_and_the_picture(result: PressureResult, tmp_path: Path) -> None:
