@@ -95,10 +95,9 @@ def phase_figures(run: PressureRun) -> list[PhaseFigures | None]:
         if mean is None:
             found.append(None)
             continue
-        usual = (
-            [*quiet.values()][:1] if phase.load == QUIET else [quiet[i] for i in (index - 1, index + 1) if i in quiet]
-        )
-        found.append(PhaseFigures(mean, mean / fmean(usual) - 1 if usual else 0.0, n_until_settled(part)))
+        compared = [min(quiet)] if phase.load == QUIET else [i for i in (index - 1, index + 1) if i in quiet]
+        rise = mean / fmean(quiet[i] for i in compared) - 1 if compared else 0.0
+        found.append(PhaseFigures(mean, rise, n_until_settled(part)))
     return found
 
 

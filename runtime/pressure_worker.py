@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -104,21 +104,26 @@ def run_task(task: Task) -> Answer:
         turns: list[Turn] = []
         for phase, (before, name) in enumerate(pairwise((QUIET, *LOADS))):
             seconds = _phase_seconds(task, name)
-            n_turns = _n_turns(seconds, turn_seconds)
-            for index in range(n_turns):
-                for is_adaptive in (True, False):
-                    decoder.change_over(is_adaptive, seed=len(turns) // 2)
-                    if index == 0 and is_adaptive:  # its tokens count from the moment when the load changes
-                        if before in loads:
-                            loads[before].stop()
-                        if name in loads:
-                            loads[name].go()
-                    first_token = engine.load.n_tokens
-                    likeliest, gaps = decoder.decode(seconds / n_turns)
-                    turns.append(Turn(phase, is_adaptive, first_token, engine.load.n_tokens, likeliest, gaps))
+            n_pairs = _n_turns(seconds, turn_seconds)
+            for index in range(2 * n_pairs):
+                is_adaptive = index % 2 == 0
+                decoder.change_over(is_adaptive, seed=len(turns) // 2)
+                if index == 0:  # the phase's tokens count from the moment when the load changes
+                    _change_load(loads, before, name)
+                first_token = engine.load.n_tokens
+                likeliest, gaps = decoder.decode(seconds / n_pairs)
+                turns.append(Turn(phase, is_adaptive, first_token, engine.load.n_tokens, likeliest, gaps))
         trace = _rounded_trace(engine.load.trace(task.hardware, card.samples))
     adaptive, static = (pressure_run(trace, turns, is_adaptive) for is_adaptive in (True, False))
     return Answer(adaptive, static, agreement_of(turns), task.load_seconds / _n_turns(task.load_seconds, turn_seconds))
+
+
+def _change_load(loads: Mapping[str, Load], before: str, now: str) -> None:
+    """Of a quiet phase there is none."""
+    if before in loads:
+        loads[before].stop()
+    if now in loads:
+        loads[now].go()
 
 
 def pressure_run(trace: Trace, turns: Sequence[Turn], is_adaptive: bool) -> PressureRun:
